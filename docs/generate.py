@@ -78,7 +78,7 @@ def metrics() -> str:
     source.watch(_Engine())
     source.watch_tracer(_Tracer())
     source.count_answer("/health", "GET", 200)
-    source.prompts("t", PromptTokenBreakdown())
+    source.record_prompt_tokens("t", PromptTokenBreakdown())
     return _metric_table(source.expose().decode())
 
 
@@ -107,10 +107,10 @@ async def _router_page() -> str:
             in_flight=in_flight,
             failures=[AttemptFailure.LOST],
         )
-        state.metrics.count_routed(call)
+        state.metrics.count_call_outcome(call)
         state.metrics.watch_tracer(_Tracer())
         state.metrics.count_answer("/health", "GET", 200)
-        state.index_of(MonitoredReplica(ReplicaAddress("http://r", "ipc:///unused")))
+        state.open_index(MonitoredReplica(ReplicaAddress("http://r", "ipc:///unused")))
         page = state.metrics.expose().decode()
         await state.close()
         return page

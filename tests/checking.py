@@ -189,7 +189,7 @@ class Grammars:
         self._compiled = compiled
         self._pending: list[tuple[str, Future[None]]] = []
 
-    def compile(self, grammar: str, tenant: str = "") -> "Future[None]":
+    def begin_compile(self, grammar: str, tenant: str = "") -> "Future[None]":
         future: Future[None] = Future()
         self._pending.append((grammar, future))
         if self._compiled:

@@ -14,7 +14,7 @@ from real.smollm2 import pip
 
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.chat.chat_template import ChatTemplate
-from headstart.openai.chat.placed_messages import PlacedMessages, place_messages
+from headstart.openai.chat.placed_messages import TemplateMessages, fit_messages_to_template
 from headstart.openai.engine_requests import renders_tool_role, tool_family_of
 from headstart.openai.request_bodies import parse_chat
 from headstart.openai.tools.chat_format import find_chat_format
@@ -56,9 +56,9 @@ class Shown:
         self.template = ChatTemplate(self.source, NAMED_TOKENS, max_seconds=60)  # other processes may use all cores
         self.forms = self.template.content_forms()
 
-    def place(self, messages: Sequence[Message]) -> PlacedMessages:
+    def place(self, messages: Sequence[Message]) -> TemplateMessages:
         """Return the messages in forms that the template shows."""
-        return place_messages(
+        return fit_messages_to_template(
             messages,
             self.forms,
             tool_family_of(find_chat_format(self.source, "auto", "auto")),

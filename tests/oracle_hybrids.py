@@ -11,7 +11,7 @@ from oracle import EngineUnderTest, Reference, Tally, any_request
 from oracle_store import Fleet, judged
 
 from headstart.core.cache.block_store import BlockKey
-from headstart.core.cache.hashing import is_checkpoint_page
+from headstart.core.cache.hashing import is_checkpoint_page_hash
 from headstart.core.engine import Engine
 from headstart.core.request import Request
 from headstart.core.speculation.speculation_config import SpeculationConfig
@@ -69,7 +69,7 @@ class HybridFleet(Fleet):
         published = pool.published_hashes
         assert isinstance(published, dict)
         pages = self.rng.choice([True, True, False])
-        blocks = [block for name, (block, _, _) in published.items() if is_checkpoint_page(name) == pages]
+        blocks = [block for name, (block, _, _) in published.items() if is_checkpoint_page_hash(name) == pages]
         chosen = self.rng.sample(blocks, min(len(blocks), self.rng.choice([1, 3, 12])))
         self.tally.dropped += len(chosen)
         pool.discard_replaced(chosen)
@@ -118,7 +118,7 @@ class ConfusedStore(FickleStore):
     """The planted bug: the state of another position, or prompt, in place of one."""
 
     def offer_block(self, block: int, version: int, key: BlockKey) -> None:
-        if is_checkpoint_page(key.block_hash):
+        if is_checkpoint_page_hash(key.block_hash):
             self.pages.setdefault(key.block_hash[-9:], []).append(key)
         super().offer_block(block, version, key)
 
@@ -134,4 +134,4 @@ class ConfusedStore(FickleStore):
 
     def _other(self, key: BlockKey) -> BlockKey:
         others = [other for other in self.pages.get(key.block_hash[-9:], ()) if self.inner.contains(other.block_hash)]
-        return self.rng.choice(others) if others and is_checkpoint_page(key.block_hash) else key
+        return self.rng.choice(others) if others and is_checkpoint_page_hash(key.block_hash) else key

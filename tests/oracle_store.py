@@ -25,7 +25,7 @@ from headstart.core.engine import Engine
 from headstart.core.request import Request
 from headstart.model.model_runner import ModelRunner
 from headstart.store.disk import DiskStore
-from headstart.store.format import BlockShape
+from headstart.store.format import StoredBlockFormat
 
 MAX_STEPS = 20_000
 
@@ -55,7 +55,7 @@ class Fleet:
 
     def build(self) -> Engine:
         def opened(runner: ModelRunner) -> FickleStore:
-            shape = BlockShape(self.under_test.loaded.fingerprint, self.block_size, runner.block_bytes)
+            shape = StoredBlockFormat(self.under_test.loaded.fingerprint, self.block_size, runner.block_bytes)
             inner = DiskStore(self.folder, shape, self.max_bytes)
             is_direct = self.rng.random() < 0.3
             self.stores.append(self.store_class(inner, self.folder, self.rng, self.troubles, is_direct))

@@ -63,7 +63,7 @@ def a_slot_reused_too_early(put: Put) -> None:
 
 def a_state_of_rejected_drafts_is_kept(put: Put) -> None:
     """A state behind drafts that were rejected is published when the sequence has as many tokens."""
-    end, left = RecurrentCheckpoints.finish_chunk, RecurrentCheckpoints.on_sequence_left
+    end, left = RecurrentCheckpoints.finish_chunk, RecurrentCheckpoints.announce_last_checkpoint
     kept: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def ends(self: RecurrentCheckpoints, seq: Sequence, chunk: Chunk, num_tokens: int) -> None:

@@ -85,7 +85,7 @@ class StateExecutor(CheckingExecutor):
         return super()._row(chunk)
 
     def _advance(self, chunk: Chunk) -> None:
-        known = chunk.history + chunk.token_ids[chunk.num_known_tokens :]
+        known = chunk.history + chunk.token_ids[chunk.num_non_draft_tokens :]
         at, checksum = chunk.start, 0
         if chunk.state:
             self.num_reads += 1
@@ -103,7 +103,7 @@ class StateExecutor(CheckingExecutor):
         saves, states = dict(chunk.saves), {}
         for token in chunk.token_ids:
             at, checksum = at + 1, zlib.crc32(token.to_bytes(4, "little"), checksum)
-            if at >= chunk.start + chunk.num_known_tokens:
+            if at >= chunk.start + chunk.num_non_draft_tokens:
                 states[at] = checksum
             for index, block in enumerate(saves.pop(at, ())):
                 self._hold(block, at, None if self.poison(chunk) else checksum, index)

@@ -13,10 +13,10 @@ from headstart.core.cache.block_store import BlockKey, Data, LoadedBlocks
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.disk import DiskStore
 from headstart.store.files import DiskSpace, FileEntry, FileSystemCalls
-from headstart.store.format import BlockShape
+from headstart.store.format import StoredBlockFormat
 
 BLOCK_SIZE, BLOCK_BYTES = 4, 4096
-SHAPE = BlockShape(hashlib.sha256(b"model").digest(), BLOCK_SIZE, BLOCK_BYTES)
+SHAPE = StoredBlockFormat(hashlib.sha256(b"model").digest(), BLOCK_SIZE, BLOCK_BYTES)
 MAX_BYTES = 64 << 20
 PATIENCE = 300.0  # seconds until a test gives up waiting for a thread
 

@@ -9,9 +9,9 @@ from headstart.core.cache.block_store import BlockKey
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.catalog import SegmentCatalog
 from headstart.store.files import FileSystemCalls
-from headstart.store.format import BlockShape
+from headstart.store.format import StoredBlockFormat
 
-SHAPE = BlockShape(hashlib.sha256(b"a model").digest(), block_size=4, block_bytes=64)
+SHAPE = StoredBlockFormat(hashlib.sha256(b"a model").digest(), block_size=4, block_bytes=64)
 SMALL = 64 << 10
 """Bytes: a folder of this size has segments of 66 blocks of SHAPE, so that four fit."""
 Block = tuple[BlockKey, bytes]
@@ -66,7 +66,7 @@ def read(catalog: SegmentCatalog, blocks: Sequence[Block]) -> tuple[int, str | N
     return num_blocks, miss
 
 
-def fill(folder: Path, blocks: Sequence[Block], max_bytes: int = SMALL, shape: BlockShape = SHAPE) -> Path:
+def fill(folder: Path, blocks: Sequence[Block], max_bytes: int = SMALL, shape: StoredBlockFormat = SHAPE) -> Path:
     """Writes these as a process of its own would; returns the new segment file. They must fit into one."""
     before = set(segment_files(folder))
     writer = SegmentCatalog(folder, shape, max_bytes)
@@ -92,5 +92,5 @@ def segment_files(folder: Path) -> list[Path]:
 
 def age(path: Path, seconds: float) -> None:
     """Sets its mtime to so long ago."""
-    mtime = FileSystemCalls().now() - seconds
+    mtime = FileSystemCalls().mtime_now() - seconds
     os.utime(path, (mtime, mtime))

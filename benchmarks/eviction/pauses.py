@@ -164,10 +164,10 @@ def _evict(pauses: Pauses, live: dict[Group, None], groups: dict[int, Group], nu
 
 def chosen(trace: Trace, half: str, seed: int) -> Trace:
     """Return every second session, each COPIES times, in an order by seed."""
-    names = sorted({one.root for one in trace.requests})[half == "tuned" :: 2]
+    names = sorted({one.root_session for one in trace.requests})[half == "tuned" :: 2]
     rounds = [(name, copy) for copy in range(COPIES) for name in Random(f"{seed}/{copy}").sample(names, len(names))]
-    first = {name: min(one.at for one in trace.requests if one.root == name) for name in names}
-    by_name = {name: [one for one in trace.requests if one.root == name] for name in names}
+    first = {name: min(one.at for one in trace.requests if one.root_session == name) for name in names}
+    by_name = {name: [one for one in trace.requests if one.root_session == name] for name in names}
     found: list[Any] = []
     for place, (name, copy) in enumerate(rounds):
         for one in by_name[name]:

@@ -42,7 +42,7 @@ from headstart.measurement.machine import describe_machine, describe_versions
 from headstart.store import catalog
 from headstart.store.catalog import SegmentCatalog
 from headstart.store.files import FileSystemCalls
-from headstart.store.format import BlockShape, SegmentHeader
+from headstart.store.format import SegmentHeader, StoredBlockFormat
 from headstart.workload.belady import belady_hits, infinite_cache_hits
 from headstart.workload.block_paths import overlap_sessions, trace_block_paths
 from headstart.workload.recorded.trace_files import read_trace_file
@@ -383,7 +383,7 @@ class RealFolder:
         self.chains, self.num_written = chains, 0
         self._temporary = tempfile.TemporaryDirectory(prefix="headstart-tier-")
         self._files = VirtualFiles()
-        shape = BlockShape(bytes(32), 16, 64)
+        shape = StoredBlockFormat(bytes(32), 16, 64)
         slots = max(size // SEGMENTS, 4)
         one = SegmentHeader(shape, 1, bytes(8)).file_bytes
         catalog.MIN_SEGMENT_BYTES = one + slots * (shape.block_bytes + shape.entry_bytes)
@@ -420,7 +420,7 @@ class VirtualFiles(FileSystemCalls):
     def __init__(self) -> None:
         self.seconds, self._num_touches = time.time(), 0
 
-    def now(self) -> float:
+    def mtime_now(self) -> float:
         return self.seconds
 
     def touch(self, path: Path) -> None:
@@ -504,12 +504,12 @@ def halves(name: str, path: Path, at_once: int, tokens: int) -> list[Chains]:
     prompts = trace_block_paths(trace)
     step = max(tokens // prompts.block_size, 1)
     cut = [[ids[at] for at in range(step - 1, len(ids), step)] for ids in prompts.paths]
-    roots = list(dict.fromkeys(one.root for one in trace.requests))
+    roots = list(dict.fromkeys(one.root_session for one in trace.requests))
     parity = {root: place % 2 for place, root in enumerate(roots)}
     found: list[Chains] = []
     for half in (0, 1):
         if at_once:
-            kept = [ids for ids, one in zip(cut, trace.requests, strict=True) if parity[one.root] == half]
+            kept = [ids for ids, one in zip(cut, trace.requests, strict=True) if parity[one.root_session] == half]
         else:
             kept = [ids for ids in cut if len(ids) > 1 and ids[1] % 2 == half]
         found.append(Chains(f"{name}/{half}", step * prompts.block_size, [ids for ids in kept if ids]))

@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT / "tests")]
 from model.tiny import make_checkpoint  # noqa: E402
 
 from headstart import LLM  # noqa: E402
-from headstart.core.cache.hashing import is_checkpoint_page  # noqa: E402
+from headstart.core.cache.hashing import is_checkpoint_page_hash  # noqa: E402
 from headstart.model.weights.init_model import write_random_model  # noqa: E402
 from headstart.openai.tokenizer.tokenizer import Tokenizer  # noqa: E402
 
@@ -104,7 +104,7 @@ def served(folder: Path, turns: int, pool_tokens: int) -> dict:
                 answers[chat].append(done.token_ids)
             published = llm.engine.scheduler.pool.published
             assert isinstance(published, dict)
-            share += sum(map(is_checkpoint_page, published)) / max(len(published), 1) / turns
+            share += sum(map(is_checkpoint_page_hash, published)) / max(len(published), 1) / turns
         counters = llm.engine.stats().counters
         return {
             "prompt": counters.prompt_tokens,

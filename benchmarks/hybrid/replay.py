@@ -56,7 +56,7 @@ class Replay:
             assert cache.extend_table(seq, NO_HIT, end), f"a prompt of {end} tokens does not fit"
             hit = NO_HIT
         start = seq.num_computed_tokens
-        state, saves = cache.allocate_states(seq, start, end) if cache.checkpoints.num_pages else ((), ())
+        state, saves = cache.allocate_state_blocks(seq, start, end) if cache.checkpoints.num_pages else ((), ())
         chunk = Chunk(request.request_id, tokens[start:], start, seq.block_ids, start, 1, request.sampling, end, tokens,
                       state=state, saves=saves)  # fmt: skip
         seq.num_computed_tokens = end

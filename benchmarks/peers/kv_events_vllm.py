@@ -109,7 +109,7 @@ class Trial:
 
     def predicted(self, prompt: list[int], salt: str | None) -> int:
         """Return the predicted tokens. The last token is always computed, and therefore its whole block."""
-        hit = self.consumer.index.match(self.names(prompt, salt), 0.0) * BLOCK
+        hit = self.consumer.index.num_cached_prefix_blocks(self.names(prompt, salt), 0.0) * BLOCK
         return min(hit, (len(prompt) - 1) // BLOCK * BLOCK)
 
     async def ask(self, prompt: list[int], salt: str | None, max_tokens: int = 1) -> int:
@@ -126,7 +126,9 @@ class Trial:
         cached = await self.ask(prompt, salt)
         self.rows.append({"tokens": len(prompt), "predicted": predicted, "cached": cached, "salted": int(bool(salt))})
         names = self.names(prompt, salt)
-        await until(lambda: self.consumer.index.match(names, 0.0) == len(names), "the events of a request")
+        await until(
+            lambda: self.consumer.index.num_cached_prefix_blocks(names, 0.0) == len(names), "the events of a request"
+        )
 
     async def burst(self) -> None:
         """Send eight prompts at once with answers of two blocks, and wait until no events arrive."""
@@ -175,7 +177,8 @@ async def run(
             listening.append(asyncio.create_task(late.run()))
             await until(lambda: late.counts["batches"] == trial.consumer.counts["batches"], "the replay")
             same = all(
-                late.index.match(names, 0.0) == trial.consumer.index.match(names, 0.0)
+                late.index.num_cached_prefix_blocks(names, 0.0)
+                == trial.consumer.index.num_cached_prefix_blocks(names, 0.0)
                 for names in (trial.names(*past) for past in trial.past)
             )
             counts, blocks = trial.consumer.counts, len(trial.consumer.index)

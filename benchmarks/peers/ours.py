@@ -38,7 +38,7 @@ class HeadstartStepper:
         for request_id in request_ids:
             self.engine.abort(request_id)
 
-    def reset(self) -> bool:
+    def clear_prefix_cache(self) -> bool:
         return self.engine.reset_prefix_cache()
 
 
@@ -78,14 +78,19 @@ def main() -> None:
     about = {"versions": describe_versions(), "settings": settings}
     label = "ours" if args.quantization == "none" else f"ours_{args.quantization}"
     ready = {"label": label, "vocab_size": info.vocab_size, "about": about}
-    serve(answers, ready, engine.reset, lambda jobs, concurrency, limit: drive(engine, jobs, concurrency, limit))
+    serve(
+        answers,
+        ready,
+        engine.clear_prefix_cache,
+        lambda jobs, concurrency, limit: drive(engine, jobs, concurrency, limit),
+    )
 
 
 def warm_up(engine: HeadstartStepper, most: int) -> None:
     """Run one prompt, then many at once: every code path, every buffer."""
     for streams in (1, most):
         drive(engine, [Job([7 + index, *range(300)], 4, 0.0) for index in range(streams)])
-    engine.reset()
+    engine.clear_prefix_cache()
 
 
 if __name__ == "__main__":

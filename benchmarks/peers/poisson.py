@@ -12,7 +12,7 @@ from journal import Entry, find
 from peer import GivenUpError, Peer
 from roster import ROSTER
 
-from headstart.bench.rate_report import RateConfig, cached_prefix_load, measure_rate, search_highest_rate
+from headstart.bench.rate_report import RateSearchConfig, cached_prefix_load, measure_rate, search_highest_rate
 from headstart.workload.request_record import percentile
 from headstart.workload.slo import SHARE, Slo
 from headstart_lab.comparison import Outcome, unloaded_e2e
@@ -106,5 +106,5 @@ def time_of(rate: float, slo: float) -> float:
     return 1.4 * max(config.min_requests, ceil(rate * config.seconds)) / rate + 3 * slo + 5
 
 
-def _config(repetition: int) -> RateConfig:
-    return RateConfig(seconds=ARRIVALS, min_requests=16, seed=repetition)
+def _config(repetition: int) -> RateSearchConfig:
+    return RateSearchConfig(seconds=ARRIVALS, min_requests=16, seed=repetition)

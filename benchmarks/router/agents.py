@@ -65,10 +65,10 @@ def root_of(session: str) -> str:
 class NamesAsKey(LeastCostPolicy):
     """`cost`, whose new prefixes are placed by the name of the session instead of their own hash."""
 
-    def choose(self, view: PolicyInput) -> RankedCandidates:
+    def rank(self, view: PolicyInput) -> RankedCandidates:
         """Rank by cost; replicas of about equal cost by the name of the session."""
         session = view.request.session
-        return super().choose(view if session is None else view._replace(key=root_of(session).encode()))
+        return super().rank(view if session is None else view._replace(key=root_of(session).encode()))
 
 
 class NamesAsHits(LeastCostPolicy):
@@ -78,9 +78,9 @@ class NamesAsHits(LeastCostPolicy):
         super().__init__()
         self._last: OrderedDict[str, tuple[str, int]] = OrderedDict()  # session -> replica, tokens of the prompt
 
-    def choose(self, view: PolicyInput) -> RankedCandidates:
+    def rank(self, view: PolicyInput) -> RankedCandidates:
         """Rank by cost; a replica that has more of the prompt by name than by its index is priced by that."""
-        choice, session = super().choose(view), view.request.session or ""
+        choice, session = super().rank(view), view.request.session or ""
         own = self._last.get(session)
         name, tokens = own or self._last.get(root_of(session), ("", 0))
         home = next((one for one in choice.ranked if one.name == name), None)
@@ -88,7 +88,7 @@ class NamesAsHits(LeastCostPolicy):
         memo = (session, view.prompt_tokens)
         if home is None or home.name == choice.ranked[0].name or hit <= max(view.candidates.hit_tokens):
             return choice._replace(memo=memo)
-        if home.endpoint.price(view.prompt_tokens, hit, view.now).price >= min(choice.scores):
+        if home.endpoint.price(view.prompt_tokens, hit, view.now).cost_without_evictions >= min(choice.scores):
             return choice._replace(memo=memo)
         order = sorted(range(len(choice.ranked)), key=lambda place: choice.ranked[place].name != name)
         first = tuple(choice.ranked[place] for place in order)
@@ -107,9 +107,9 @@ class NamesAsHits(LeastCostPolicy):
 class TwoByName(LeastCostPolicy):
     """`cost` between the two replicas that two hashes of the session's name choose; the others are fallbacks."""
 
-    def choose(self, view: PolicyInput) -> RankedCandidates:
+    def rank(self, view: PolicyInput) -> RankedCandidates:
         """Rank by cost, the two first."""
-        choice, key = super().choose(view), self.key(view)
+        choice, key = super().rank(view), self.key(view)
         names = [one.name for one in choice.ranked]
         first = rank_by_key(b"1" + key, names)[0]
         pair = {first, rank_by_key(b"2" + key, [name for name in names if name != first])[0]}
@@ -138,7 +138,7 @@ class OracleOfAll(OraclePolicy):
     def _seconds(self, view: PolicyInput, candidate: Candidate) -> float:
         replica, endpoint = self._replicas[candidate.name], candidate.endpoint
         size = replica.profile.block_size
-        known = ReplicaQueue(replica).known(view.request.prompt.block_hashes(size)) * size
+        known = ReplicaQueue(replica).num_cached_blocks(view.request.prompt.block_hashes(size)) * size
         prompt = view.prompt_tokens, min(known, view.prompt_tokens - 1)
         to_others = EVICTED * endpoint.eviction_cost_ms(*prompt) + endpoint.price(*prompt, view.now).decode
         return super()._seconds(view, candidate) + to_others / 1e3
@@ -201,21 +201,25 @@ ROWS = {
 def workload(trace: Trace, row: Row, seed: int) -> list[SimRequest]:
     """Return the first requests of some sessions, with their sub-agents."""
     rng = Random(f"agents/{seed}")
-    names = sorted({one.root for one in trace.requests})
+    names = sorted({one.root_session for one in trace.requests})
     chosen = {name: rng.uniform(0.0, SPREAD) for name in rng.sample(names, NUM_SESSIONS)}
     limit = int(0.9 * row.pool) // row.divisor
     kept: dict[str, list[TracedRequest]] = {name: [] for name in chosen}
     for one in trace.requests:
-        if one.root in kept and len(kept[one.root]) < row.per_session and one.length + one.output <= limit:
+        if (
+            one.root_session in kept
+            and len(kept[one.root_session]) < row.per_session
+            and one.length + one.output <= limit
+        ):
             shared = () if one.parent else (range(1 << 30, (1 << 30) + min(SHARED_IDS, len(one.hash_ids))),)
             own = ConsecutiveIdRuns(tuple(_behind(one.hash_ids, SHARED_IDS if shared else 0)))
-            at = one.at + chosen[one.root] if not one.after else one.at
+            at = one.at + chosen[one.root_session] if not one.after else one.at
             ids = ConsecutiveIdRuns((*shared, *own.runs))
-            kept[one.root].append(replace(one, at=at, hash_ids=ids, pause=min(one.pause, MAX_PAUSE)))
+            kept[one.root_session].append(replace(one, at=at, hash_ids=ids, pause=min(one.pause, MAX_PAUSE)))
     requests = [one for rows in kept.values() for one in rows]
     numbers = {one.number for one in requests}
     starts = [  # the request before may have been too long
-        one if set(one.after) & numbers or not one.after else replace(one, at=chosen[one.root], after=())
+        one if set(one.after) & numbers or not one.after else replace(one, at=chosen[one.root_session], after=())
         for one in requests
     ]
     found = requests_from_trace(replace(trace, requests=tuple(starts)), speed=float(row.divisor))
@@ -244,7 +248,7 @@ def _with_sub_agents(requests: list[SimRequest], row: Row, rng: Random) -> list[
             kind = range((1 << 30) + 1000, (1 << 30) + 1000 + AGENT_IDS)
             ids = requests[parent].block_ids if number % 2 else ConsecutiveIdRuns((kind,))
             assert isinstance(ids, ConsecutiveIdRuns)
-            before, runs = parent, ids.first(requests[parent].prompt_tokens // size).runs
+            before, runs = parent, ids.first_ids(requests[parent].prompt_tokens // size).runs
             for turn in range(rng.randint(3, 10)):
                 more = rng.randint(10, 60)  # ids of a result, 640 to 3,840 tokens
                 runs = (*runs, range(next_id, next_id + more))
@@ -270,7 +274,7 @@ def run(trace: Trace, name: str, policy: str, seed: int) -> dict[str, Any]:
     base, make = "cost" if policy in FORMS else policy, FORMS.get(policy)
     if policy == "dualmap":  # longer than what all sessions begin with
         make = lambda _: DualMapPolicy(BEGINNING * DIVISOR // row.divisor)  # noqa: E731
-    fleet = SimulationConfig(profile, 8, base, seed, row.routers, options=FleetOptions()).build(make)
+    fleet = SimulationConfig(profile, 8, base, seed, row.routers, options=FleetOptions()).build_fleet(make)
     if row.restarts:
         _restart_at_half(fleet, len(requests))
     fleet.run(requests)

@@ -47,7 +47,7 @@ TRUE_RATES = StepRates(*(1e3 * seconds for seconds in (SUM.step, SUM.stream, SUM
 class _Fixed(RateLearner):
     """The rates that it was made with, and the length of answers that is assumed before any is known."""
 
-    def record_finished(self, num_output: int) -> None:
+    def record_output_length(self, num_output: int) -> None:
         pass
 
 
@@ -93,7 +93,7 @@ def run(row: str, policy: str, seed: int, traces: Path, count: int = NUM_REQUEST
     )
     if factor.believed != 1.0:
         simulation = replace(simulation, believed_blocks=int(factor.believed * profile.num_blocks))
-    fleet = simulation.build()
+    fleet = simulation.build_fleet()
     for router in fleet.routers:
         ablate(router, policy)
     pricing.DECODE, pricing.STALL = (0.0, 0.0) if policy == "no decodes" else (DECODE, STALL)

@@ -33,7 +33,7 @@ from headstart.sim.step_cost import AdditiveCost
 from headstart.sim.sweep import SimulationConfig
 from headstart.workload.jobs import Job
 from headstart.workload.request_record import RequestRecord, summarize_records
-from headstart.workload.synthetic import random_tokens, unit_rate_arrivals
+from headstart.workload.synthetic import random_tokens, unit_poisson_arrivals
 from headstart_lab.runners.served_replica import Launch, replica
 
 VOCAB = 32_000
@@ -58,7 +58,7 @@ class Workload:
         prefixes = [random_tokens(self.shared, VOCAB, rng) for _ in range(self.groups)]
         return [
             Job(rng.choice(prefixes) + random_tokens(rng.randint(*self.own), VOCAB, rng), rng.randint(*self.output), at)
-            for at in unit_rate_arrivals(self.requests, rng)
+            for at in unit_poisson_arrivals(self.requests, rng)
         ]
 
 
@@ -82,7 +82,9 @@ def simulated(profile: ReplicaProfile, jobs: Sequence[Job]) -> list[RequestRecor
     """Return the records of one simulated replica."""
     return [
         one.record
-        for one in SimulationConfig(profile, 1, "least-load").run([request_from_job(job) for job in jobs]).records
+        for one in SimulationConfig(profile, 1, "least-load")
+        .run_workload([request_from_job(job) for job in jobs])
+        .records
     ]
 
 
@@ -146,7 +148,7 @@ def rate_of(jobs: Sequence[Job], profile: ReplicaProfile) -> float:
     low, high = 1e-2, 1e3
     for _ in range(14):
         middle = (low * high) ** 0.5
-        fleet = SimulationConfig(profile, 1, "least-load").run(
+        fleet = SimulationConfig(profile, 1, "least-load").run_workload(
             [request_from_job(replace(job, at=job.at / middle)) for job in jobs]
         )
         low, high = (middle, high) if fleet_report(fleet).busy < BUSY else (low, middle)

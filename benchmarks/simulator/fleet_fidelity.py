@@ -168,7 +168,7 @@ def simulate(simulation: SimulationConfig, questions: Sequence[Question], warm_u
     """Return the run of one policy, without its warm-ups; `first` is added to the time before the first token."""
     warm = [replace(warm_up.job, at=0.1 * number) for number in range(WARM_UPS)]
     jobs = [*warm, *(replace(one.job, at=one.job.at + 1.0) for one in questions)]
-    records = [one.record for one in simulation.run([request_from_job(job) for job in jobs]).records]
+    records = [one.record for one in simulation.run_workload([request_from_job(job) for job in jobs]).records]
     counted = [record for record in records if int(record.request_id) >= WARM_UPS]
     return Trial(tuple(replace(record, arrival=record.arrival - first) for record in counted), ())
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.core.cache.free_blocks import EVICTION_POLICIES
+from headstart.core.cache.idle_blocks import EVICTION_POLICIES
 from headstart.core.errors import ConfigError
 from headstart_lab.cache.eviction_replay import EvictionConfig, run_eviction
 

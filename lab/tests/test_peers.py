@@ -26,7 +26,7 @@ from run import interrupt  # noqa: E402
 from serve import GIVEN_UP, GREEDY, Job, News, Sampling, drive  # noqa: E402
 
 from headstart.workload import jobs  # noqa: E402
-from headstart.workload.jobs import make_jobs  # noqa: E402
+from headstart.workload.jobs import jobs_from_prompts  # noqa: E402
 from headstart_lab.comparison import SAMPLED  # noqa: E402
 
 DRIVER = f"""
@@ -137,7 +137,7 @@ def test_what_is_under_way_or_waits_is_given_up_in_time() -> None:
 
 
 def test_a_peer_serves_jobs_through_its_driver(peer: Peer) -> None:
-    trial = peer.run(make_jobs([array("i", [7, 8, 9]), array("i", [5])], 4), concurrency=1)
+    trial = peer.run(jobs_from_prompts([array("i", [7, 8, 9]), array("i", [5])], 4), concurrency=1)
     assert (peer.label, peer.vocab_size, peer.about["versions"]) == ("fake", 100, {"torch": "1"})
     assert [(one.prompt_tokens, one.output_tokens) for one in trial.records] == [(3, 4), (1, 4)]
     assert all(record.ok for record in trial.records) and peer.reset() and peer.cpu_seconds() > 0
@@ -159,8 +159,8 @@ def test_a_driver_is_told_how_to_sample(peer: Peer, monkeypatch: pytest.MonkeyPa
     told: list[dict[str, Any]] = []
     ask = peer._ask
     monkeypatch.setattr(peer, "_ask", lambda message: told.append(message) or ask(message))
-    chosen = jobs.JobSampling(temperature=1.0, top_p=0.9, top_k=5)
-    assert peer.run(make_jobs([array("i", [7])], 2, sampling=chosen)).records[0].ok
+    chosen = jobs.TokenSampling(temperature=1.0, top_p=0.9, top_k=5)
+    assert peer.run(jobs_from_prompts([array("i", [7])], 2, sampling=chosen)).records[0].ok
     assert told[0]["jobs"][0]["sampling"] == {"temperature": 1.0, "top_p": 0.9, "top_k": 5}
 
 
@@ -171,7 +171,7 @@ def test_sampled_rows_are_served_by_those_who_sample() -> None:
 
 
 def test_what_a_driver_prints_is_in_its_log_and_not_in_its_answers(peer: Peer) -> None:
-    peer.run(make_jobs([array("i", [7])], 1))
+    peer.run(jobs_from_prompts([array("i", [7])], 1))
     peer.close()
     assert "noise" in peer.log.read_text()
 
@@ -179,14 +179,14 @@ def test_what_a_driver_prints_is_in_its_log_and_not_in_its_answers(peer: Peer) -
 def test_a_peer_that_gave_up_serves_the_next_run(peer: Peer) -> None:
     peer.deadline = time.monotonic() + 0.05
     with pytest.raises(GivenUpError):
-        peer.run(make_jobs([array("i", [2])], 1))
+        peer.run(jobs_from_prompts([array("i", [2])], 1))
     peer.deadline = None
-    assert peer.run(make_jobs([array("i", [7])], 2)).records[0].output_tokens == 2
+    assert peer.run(jobs_from_prompts([array("i", [7])], 2)).records[0].output_tokens == 2
 
 
 def test_a_driver_that_dies_is_reported_with_its_exit_code(peer: Peer) -> None:
     with pytest.raises(PeerError, match="code 7"):
-        peer.run(make_jobs([array("i", [1])], 1))
+        peer.run(jobs_from_prompts([array("i", [1])], 1))
     with pytest.raises(PeerError):
         peer.reset()
 
@@ -195,7 +195,7 @@ def test_a_driver_that_hangs_is_killed_with_its_children(peer: Peer, monkeypatch
     monkeypatch.setattr(peer_module, "GRACE_SECONDS", 0.2)
     peer.deadline = time.monotonic() + 0.1
     with pytest.raises(LateError):
-        peer.run(make_jobs([array("i", [3])], 1))
+        peer.run(jobs_from_prompts([array("i", [3])], 1))
     assert peer.cpu_seconds() == 0.0
 
 

@@ -45,7 +45,7 @@ def test_a_server_without_the_reported_prefix_loses_it() -> None:
         "again", 1.1, ReportedTokenUsage(len(key.body) // 4, 0), num_output=4
     )  # nothing was cached: it was emptied
     index = router.router.endpoints[first].index
-    predicted = index.match(router._prompt(chat(LONG, "two")).block_hashes(16))
+    predicted = index.num_cached_prefix_blocks(router._prompt(chat(LONG, "two")).block_hashes(16))
     assert index.num_flushes == 1  # type: ignore[attr-defined]
     assert predicted <= len(key.body) // 64
 

@@ -15,7 +15,7 @@ from headstart.bench import rate_report, rotations
 from headstart.bench.cli import cli_run
 from headstart.bench.cli.bench_cli import app
 from headstart.bench.endpoint_runner import EndpointRunner
-from headstart.bench.rate_report import Load, RateConfig, RateSearchResult, measure_rate
+from headstart.bench.rate_report import Load, RateSearchConfig, RateSearchResult, measure_rate
 from headstart.measurement.progress_bar import ProgressBar
 from headstart.measurement.report import BenchmarkReport
 from headstart.measurement.runner import EngineSetup, JobRunner
@@ -59,7 +59,7 @@ def run_verb(monkeypatch: pytest.MonkeyPatch, setup: EngineSetup, *arguments: st
     def on_setup(bench: Bench, *rest: object) -> None:
         cli_run.run_and_exit(lambda bar: bench(setup, bar), None)
 
-    monkeypatch.setattr(cli_run, "run_on_model", on_setup)
+    monkeypatch.setattr(cli_run, "run_bench_with_model", on_setup)
     result = CliRunner().invoke(app, list(arguments))
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, json.loads(result.stdout.splitlines()[-1])
@@ -160,7 +160,7 @@ def test_every_workload_measures_a_server(arguments: tuple[str, ...], phases: li
 def test_a_search_ends_with_a_rate_and_its_redundancy(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(rate_report, "measure_highest_rate", one_point)
+    monkeypatch.setattr(rate_report, "measure_rates_until_highest", one_point)
     code, document, shown = against(Stub(), *arguments, "--slo-e2e", "60000")
     assert code == 0, document["problems"]
     assert document["highest_rate"] == 400 and document["slo_ms"] == {"e2e": 60000}
@@ -178,7 +178,7 @@ def test_a_search_says_zero_at_once_where_requests_alone_miss_the_limit(argument
 
 def one_point(runner: JobRunner, load: Load, slo: Slo, *_: object) -> RateSearchResult:
     """A search that tries one rate only."""
-    point = measure_rate(runner, load, slo, 400.0, RateConfig(seconds=0.05, min_requests=8))
+    point = measure_rate(runner, load, slo, 400.0, RateSearchConfig(seconds=0.05, min_requests=8))
     return RateSearchResult(point.rate, (point,), slo)
 
 

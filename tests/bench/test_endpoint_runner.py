@@ -16,7 +16,7 @@ from headstart.bench.streamed_request import EndpointTarget, cached_tokens_in_us
 from headstart.core.errors import ConfigError
 from headstart.measurement.runner import JobsResult
 from headstart.workload import scenarios
-from headstart.workload.jobs import Job, JobSampling, make_jobs
+from headstart.workload.jobs import Job, TokenSampling, jobs_from_prompts
 from headstart.workload.request_record import RequestRecord
 from headstart.workload.synthetic import RequestShape, random_tokens
 
@@ -30,7 +30,7 @@ def connected(stub: Stub, **target: object) -> Generator[EndpointRunner]:
 
 
 def jobs(count: int = 6, output: int = 4, due: Sequence[float] | None = None) -> list[Job]:
-    return make_jobs([random_tokens(40, 100, Random(i)) for i in range(count)], output, due)
+    return jobs_from_prompts([random_tokens(40, 100, Random(i)) for i in range(count)], output, due)
 
 
 def test_a_closed_loop_has_so_many_at_a_time_and_keeps_the_order_of_its_jobs() -> None:
@@ -52,7 +52,7 @@ def test_a_closed_loop_has_so_many_at_a_time_and_keeps_the_order_of_its_jobs() -
 def test_sampling_is_sent_as_asked() -> None:
     job = Job(array("i", [1]), 2)
     greedy, sampled = (
-        json.loads(request_body_of_job(one, "m")) for one in (job, replace(job, sampling=JobSampling(0.7, 0.9, 5)))
+        json.loads(request_body_of_job(one, "m")) for one in (job, replace(job, sampling=TokenSampling(0.7, 0.9, 5)))
     )
     assert greedy["temperature"] == 0 and "top_p" not in greedy and "top_k" not in greedy
     assert (sampled["temperature"], sampled["top_p"], sampled["top_k"]) == (0.7, 0.9, 5)
@@ -81,7 +81,7 @@ def test_a_job_comes_a_pause_after_those_it_waits_for() -> None:
 def test_redundancy_is_counted_from_what_was_sent_and_what_was_reported() -> None:
     with connected(Stub()) as runner:
         found = measure_scenario(
-            runner, scenarios.rotations(runner.vocab_size, Random(1), count=4, length=33, passes=1)
+            runner, scenarios.rotations_scenario(runner.vocab_size, Random(1), count=4, length=33, passes=1)
         )
     assert found.problems == [] and not found.was_reset
     # a token that two rotations begin with is shared, but no server shares less than a block

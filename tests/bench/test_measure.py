@@ -6,12 +6,12 @@ from random import Random
 import pytest
 
 from headstart.bench.measure import measure_scenario
-from headstart.bench.rate_report import RateConfig, cached_prefix_load, measure_highest_rate, measure_rate
+from headstart.bench.rate_report import RateSearchConfig, cached_prefix_load, measure_rate, measure_rates_until_highest
 from headstart.core.request import Request
 from headstart.measurement.inprocess import EngineRunner, run_requests
 from headstart.measurement.runner import EngineSetup, JobsResult
 from headstart.workload import scenarios
-from headstart.workload.jobs import JobSampling
+from headstart.workload.jobs import TokenSampling
 from headstart.workload.request_record import RequestRecord
 from headstart.workload.slo import Slo
 from headstart.workload.synthetic import RequestShape
@@ -25,7 +25,7 @@ SHAPE = RequestShape(shared=48, own=16, output=3)
 @pytest.fixture
 def runner(make_setup: MakeSetup) -> EngineRunner:
     setup = make_setup()
-    return EngineRunner.build(setup, setup.options(num_blocks=8192))
+    return EngineRunner.from_setup(setup, setup.options(num_blocks=8192))
 
 
 def test_redundancy_is_one_where_nothing_is_computed_twice(runner: EngineRunner) -> None:
@@ -39,7 +39,7 @@ def test_redundancy_is_one_where_nothing_is_computed_twice(runner: EngineRunner)
 
 def test_without_caching_every_twin_computes_the_prefix(make_setup: MakeSetup) -> None:
     setup = make_setup()
-    runner = EngineRunner.build(setup, setup.options(num_blocks=512, caching=False))
+    runner = EngineRunner.from_setup(setup, setup.options(num_blocks=512, caching=False))
     found = measure_scenario(
         runner, scenarios.shared_burst_scenario(runner.vocab_size, Random(1), requests=4, shape=SHAPE)
     )
@@ -50,8 +50,10 @@ def test_the_engine_samples_as_the_jobs_ask(runner: EngineRunner, monkeypatch: p
     asked: list[Request] = []
     add = runner.engine.add_request
     monkeypatch.setattr(runner.engine, "add_request", lambda request: asked.append(request) or add(request))
-    chosen = JobSampling(temperature=0.7, top_p=0.9, top_k=5)
-    measure_scenario(runner, scenarios.decode(64, Random(1), is_shared=True, streams=2, shape=SHAPE, sampling=chosen))
+    chosen = TokenSampling(temperature=0.7, top_p=0.9, top_k=5)
+    measure_scenario(
+        runner, scenarios.decode_scenario(64, Random(1), is_shared=True, streams=2, shape=SHAPE, sampling=chosen)
+    )
     found = [(one.sampling.temperature, one.sampling.top_p, one.sampling.top_k) for one in asked]
     assert found == [(0.0, 1.0, 0), (0.7, 0.9, 5), (0.7, 0.9, 5)]  # the first prepares the cache
 
@@ -94,7 +96,7 @@ def test_a_closed_loop_has_so_many_at_work_and_counts_latency_from_sending(runne
 
 def test_failures_are_problems_and_give_no_figures(make_setup: MakeSetup, failing: type[NullExecutor]) -> None:
     setup = make_setup(failing)
-    runner = EngineRunner.build(setup, setup.options(num_blocks=8192))
+    runner = EngineRunner.from_setup(setup, setup.options(num_blocks=8192))
     outcome = measure_row("twins", runner, 0)
     assert outcome.figures == {"twins": None} and outcome.redundancy == {"twins": None}
     assert any("32 of 32 requests failed" in problem for problem in outcome.problems)
@@ -109,7 +111,7 @@ class SlowRunner:
         self.about: dict[str, object] = {}
         self.reports_cached = reports_cached
 
-    def reset(self) -> bool:
+    def clear_prefix_cache(self) -> bool:
         return False
 
     def run(self, jobs: Sequence[scenarios.Job], *, concurrency: int = 0, give_up=None, **_: object) -> JobsResult:
@@ -134,20 +136,22 @@ def test_redundancy_is_unknown_where_cached_tokens_are_not_reported() -> None:
 
 
 def test_the_highest_rate_is_below_what_one_at_a_time_can_serve() -> None:
-    config = RateConfig(seconds=5.0, min_requests=200, precision=1.05)
-    found = measure_highest_rate(SlowRunner(), cached_prefix_load(SHAPE), Slo(e2e=0.4), 3.0, config)
+    config = RateSearchConfig(seconds=5.0, min_requests=200, precision=1.05)
+    found = measure_rates_until_highest(SlowRunner(), cached_prefix_load(SHAPE), Slo(e2e=0.4), 3.0, config)
     assert 3.0 < found.rate < 10.0 and found.problems == []
     assert all(point.holds == (point.rate <= found.rate) for point in found.points)
     assert any(point.result.trial.is_cut for point in found.points)
 
 
 def test_a_rate_without_limits_is_measured_to_its_end() -> None:
-    point = measure_rate(SlowRunner(), cached_prefix_load(SHAPE), Slo(), 50.0, RateConfig(min_requests=20, seconds=0.1))
+    point = measure_rate(
+        SlowRunner(), cached_prefix_load(SHAPE), Slo(), 50.0, RateSearchConfig(min_requests=20, seconds=0.1)
+    )
     assert len(point.result.trial.records) == 20 and point.holds
 
 
 def test_poisson_allows_four_times_the_latency_alone_unless_told() -> None:
-    config = RateConfig(seconds=1.0, min_requests=50, precision=1.2)
+    config = RateSearchConfig(seconds=1.0, min_requests=50, precision=1.2)
     outcome, alone = measure_poisson(SlowRunner(), None, config, shape=SHAPE)
     assert alone == pytest.approx(0.1)
     told, _ = measure_poisson(SlowRunner(), 0.4, config, shape=SHAPE)

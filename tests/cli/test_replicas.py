@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server.harness import spawn, wait_for
 
-from headstart.cli.replica_process import with_memory_share
+from headstart.cli.replica_process import with_cpu_memory_limit
 from headstart.cli.replicas import (
     gpu_environment,
     replica_engine_options,
     replica_server_options,
     resources_text,
-    uses_kv_events,
+    router_uses_kv_events,
     with_kv_events,
     with_model_tokenizer,
 )
@@ -64,7 +64,7 @@ def test_every_replica_has_a_gpu_and_no_part_of_the_machines_memory() -> None:
 
 def test_a_replica_on_a_gpu_takes_no_share_of_the_hosts_memory() -> None:
     for device, gpus, limit in (("auto", 1, None), ("cuda", 1, None), ("auto", 0, "50"), ("cpu", 0, "50")):
-        got = with_memory_share(EngineOptions(device=device), 0.5, available=100, num_gpus=gpus)
+        got = with_cpu_memory_limit(EngineOptions(device=device), 0.5, available=100, num_gpus=gpus)
         assert got.memory_limit == limit, device
 
 
@@ -172,8 +172,8 @@ def test_a_mistake_is_said_once(tmp_path: Path) -> None:
 
 
 def test_the_router_hears_its_replicas_unless_tenants_have_keys() -> None:
-    assert uses_kv_events(ServerOptions()) and uses_kv_events(ServerOptions(admin_api_key=("a",)))
-    assert not uses_kv_events(ServerOptions(api_key=("k",))) and not uses_kv_events(
+    assert router_uses_kv_events(ServerOptions()) and router_uses_kv_events(ServerOptions(admin_api_key=("a",)))
+    assert not router_uses_kv_events(ServerOptions(api_key=("k",))) and not router_uses_kv_events(
         ServerOptions(tenants=(TenantEntry("t", ("k",)),))
     )
     engine = with_kv_events(EngineOptions(seed=7), "ipc:///x", "ipc:///y")

@@ -17,10 +17,10 @@ from headstart.core.cache.block_store import BlockKey
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.catalog import SegmentCatalog
 from headstart.store.files import read_folder_secret
-from headstart.store.format import BlockShape
+from headstart.store.format import StoredBlockFormat
 
 BLOCK_BYTES = 5000
-SHAPE = BlockShape(b"m" * 32, 16, BLOCK_BYTES)
+SHAPE = StoredBlockFormat(b"m" * 32, 16, BLOCK_BYTES)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "kv"
 
 
-def fill(folder: Path, shape: BlockShape, num_blocks: int) -> None:
+def fill(folder: Path, shape: StoredBlockFormat, num_blocks: int) -> None:
     catalog = SegmentCatalog(folder, shape, 64 << 20)
     catalog.refresh()
     assert catalog.append(blocks(num_blocks)) == num_blocks

@@ -51,13 +51,13 @@ def test_published_blocks_are_listed_with_their_users_pins_and_reuse() -> None:
     pool.pin(names[:1])
     pool.release(chain)
     pool.acquire(chain[1:])
-    rows = pool.published_blocks_in_range(0, 8)
+    rows = pool.published_in_id_range(0, 8)
     assert [(row.block, row.block_hash, row.num_refs, row.is_pinned) for row in rows] == [
         (chain[0], names[0], 0, True),
         (chain[1], names[1], 1, False),
     ]
     assert rows[1].is_reused and not rows[1].tenant and rows[1].parent == names[0]
-    assert pool.published_blocks_in_range(private[0], 8) == [] and pool.published_blocks_in_range(8, 99) == []
+    assert pool.published_in_id_range(private[0], 8) == [] and pool.published_in_id_range(8, 99) == []
 
 
 def test_a_colliding_name_is_a_miss() -> None:

@@ -4,7 +4,7 @@ import pytest
 from checking import expected_tokens, make_request
 from states import PAGES, StateExecutor, random_run, serve, state_engine
 
-from headstart.core.cache.hashing import BlockHash, checkpoint_page_hash, is_checkpoint_page
+from headstart.core.cache.hashing import BlockHash, checkpoint_page_hash, is_checkpoint_page_hash
 from headstart.core.engine import Engine
 from headstart.core.request import Request
 from headstart.reuse.reuse_explainer import ReuseEndReason, Viewer, explain_prompt_reuse, explain_request_reuse
@@ -227,14 +227,14 @@ def test_what_a_failed_sequence_has_left_is_discarded(position: int) -> None:
     outputs = [output for _ in range(20) if engine.has_work for output in engine.step()]
     assert outputs[-1].error is not None
     published = engine.scheduler.pool.published_hashes
-    assert isinstance(published, dict) and not any(map(is_checkpoint_page, published))
+    assert isinstance(published, dict) and not any(map(is_checkpoint_page_hash, published))
     engine.scheduler.pool.check_invariants()
 
 
 def test_pages_have_names_of_their_own() -> None:
     block = BlockHash(bytes(range(32)))
     names = {checkpoint_page_hash(block, index) for index in range(300)}
-    assert len(names) == 300 and all(map(is_checkpoint_page, names)) and not is_checkpoint_page(block)
+    assert len(names) == 300 and all(map(is_checkpoint_page_hash, names)) and not is_checkpoint_page_hash(block)
 
 
 def test_listeners_hear_of_blocks_of_tokens_only() -> None:
@@ -253,7 +253,7 @@ def test_listeners_hear_of_blocks_of_tokens_only() -> None:
     engine.scheduler.pool.listeners.append(Listener())
     for index in range(4):
         cached(text(22, 20 * index), engine, 4, name=str(index))
-    assert heard and not any(map(is_checkpoint_page, heard))
+    assert heard and not any(map(is_checkpoint_page_hash, heard))
 
 
 @pytest.mark.parametrize("seed", range(12))

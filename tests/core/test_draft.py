@@ -5,7 +5,7 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart.core.speculation.draft import END, Draft, draft_from_match, longer_match
+from headstart.core.speculation.draft import END, Draft, draft_from_match, draft_of_longer_match
 from headstart.core.speculation.ngram_index import NgramIndex, NgramMatch
 
 
@@ -37,11 +37,11 @@ def test_tokens_are_agreed_until_an_occurrence_goes_on_otherwise_or_ends() -> No
 
 def test_the_longer_match_wins_and_the_first_of_equal_ones_is_checked_by_the_other() -> None:
     short, long = Draft(tokens(1, 2, 3), 2, 3), Draft(tokens(1, 5, 3), 4, 3)
-    assert longer_match(short, long) == longer_match(long, short) == long
-    assert longer_match(short, None) == longer_match(None, short) == short
-    assert longer_match(None, None) is None
-    assert longer_match(short, long._replace(match_length=2)) == Draft(tokens(1, 2, 3), 2, 1)
-    assert longer_match(short, Draft(tokens(1, 2, 3), 2, 0)) == Draft(tokens(1, 2, 3), 2, 0)
+    assert draft_of_longer_match(short, long) == draft_of_longer_match(long, short) == long
+    assert draft_of_longer_match(short, None) == draft_of_longer_match(None, short) == short
+    assert draft_of_longer_match(None, None) is None
+    assert draft_of_longer_match(short, long._replace(match_length=2)) == Draft(tokens(1, 2, 3), 2, 1)
+    assert draft_of_longer_match(short, Draft(tokens(1, 2, 3), 2, 0)) == Draft(tokens(1, 2, 3), 2, 0)
 
 
 def test_a_draft_is_cut() -> None:

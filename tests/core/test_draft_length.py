@@ -151,8 +151,8 @@ def test_tokens_that_other_matches_contradict_are_estimated_apart() -> None:
 
 def test_probes_become_rarer_until_one_is_accepted() -> None:
     acceptance = AcceptanceEstimate()
-    probes = [number for number in range(4000) if acceptance.count_skipped_draft()]
+    probes = [number for number in range(4000) if acceptance.decide_probe()]
     gaps = [later - earlier for earlier, later in pairwise(probes)]
     assert probes[0] == LEAST_PAUSE - 1 and gaps == sorted(gaps) and gaps[-1] == MOST_PAUSE
     acceptance.learn(draft(2, num=1, agreed=1), 1)
-    assert [acceptance.count_skipped_draft() for _ in range(LEAST_PAUSE)].count(True) == 1
+    assert [acceptance.decide_probe() for _ in range(LEAST_PAUSE)].count(True) == 1

@@ -7,7 +7,7 @@ from checking import expected_tokens, make_request, repeating_token
 from states import StateExecutor, random_run, serve, state_engine, text
 
 from headstart.core.batch import Chunk
-from headstart.core.cache.hashing import is_checkpoint_page
+from headstart.core.cache.hashing import is_checkpoint_page_hash
 from headstart.core.engine import Engine
 from headstart.core.speculation.speculation_config import SpeculationConfig
 
@@ -49,12 +49,12 @@ def test_a_place_within_rejected_drafts_has_none(num: int) -> None:
     assert isinstance(executor, StateExecutor)
     assert num < 14 or engine.stats().counters.num_draft_tokens > engine.stats().counters.num_accepted_tokens > 0
     saved = ((chunk, position) for chunk in chunks for position, _ in chunk.saves)
-    assert num < 14 or any(position > chunk.start + chunk.num_known_tokens for chunk, position in saved)
+    assert num < 14 or any(position > chunk.start + chunk.num_non_draft_tokens for chunk, position in saved)
     known = array("i", [*prompt, *expected_tokens(prompt, num, model=leaving)])
     published = engine.scheduler.pool.published_hashes
     assert isinstance(published, dict)
     for name, (block, parent, _) in published.items():
-        if is_checkpoint_page(name):
+        if is_checkpoint_page_hash(name):
             hashes = engine.scheduler.cache.new_sequence(make_request("x", known), 0).block_hashes
             assert executor.pages[block][0] == 4 * (hashes.index(parent) + 1)
     again = serve(engine, [*known, *text(5, 40)], 3, name="b", model=leaving).breakdown

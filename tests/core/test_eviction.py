@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from headstart.core.cache.eviction import HOT, EvictionOrder, TwoQueueOrder
-from headstart.core.cache.free_blocks import EVICTION_POLICIES
+from headstart.core.cache.idle_blocks import EVICTION_POLICIES
 from headstart.model.kernels.compiled_blocks import compiled_block_loops
 
 MakeOrder = Callable[[], EvictionOrder]

@@ -59,7 +59,7 @@ class Twin:
         found: list[BlockHash] = []
         for _ in range(num):
             leaves = [word for word in self.held if self.idle(word) and self.is_leaf(word)]
-            value, keys = self.model.expected_hits, self.keys
+            value, keys = self.model.expected_hits_per_epoch, self.keys
             word = min(leaves, key=lambda word: (value(keys[word]), keys[word], self.leaf_since[word]))
             del self.held[word]
             found.append(name_of(word))

@@ -7,7 +7,7 @@ from checking import make_request
 from memory_store import MemoryStore
 from states import PAGES, StateExecutor, serve, state_engine, text
 
-from headstart.core.cache.hashing import is_checkpoint_page
+from headstart.core.cache.hashing import is_checkpoint_page_hash
 from headstart.core.cache.pinned_prefix import PrefixState
 from headstart.core.engine import Engine
 from headstart.core.errors import InvalidRequestError
@@ -103,7 +103,7 @@ def test_after_a_restart_a_pinned_prefix_is_loaded_and_one_token_is_computed() -
     store = MemoryStore()
     pinned(store)
     store.flush()
-    assert sum(map(is_checkpoint_page, store.kept)) == PAGES
+    assert sum(map(is_checkpoint_page_hash, store.kept)) == PAGES
     engine = pinned(MemoryStore(store.shelf))
     executor = engine.executor
     assert isinstance(executor, StateExecutor)
@@ -119,7 +119,7 @@ def test_an_answer_that_is_a_pinned_prefix_does_not_lose_it() -> None:
     engine.add_prefix("p", [*prompt, *answer[:5]])
     warm(engine)
     engine.scheduler.pool.clear(pinned=True)
-    engine.scheduler.prefixes.take_requests()
+    engine.scheduler.prefixes.take_aborts_and_requests()
     serve(engine, prompt, 17, name="b")
     hashes = engine.scheduler.cache.new_sequence(make_request("x", [*prompt, *answer]), 0).block_hashes
     assert engine.scheduler.cache.checkpoints.find_deepest(hashes, 2)[0] == 2

@@ -12,7 +12,7 @@ def test_a_name_is_wanted_until_everybody_who_added_it_took_it_back() -> None:
     wants = QueuedBlockRefs()
     wants.add([A, B])
     wants.add([A])
-    wants.count_pending()
+    wants.apply_pending()
     assert A in wants and B in wants and C not in wants and len(wants) == 2
     wants.discard([A])
     assert A in wants
@@ -25,7 +25,7 @@ def test_what_was_added_in_parts_may_be_taken_back_at_once() -> None:
     wants.add([A])
     wants.add([B, C])
     wants.discard([A, B, C])
-    wants.count_pending()
+    wants.apply_pending()
     assert not wants
 
 
@@ -33,7 +33,7 @@ def test_what_was_added_is_a_copy() -> None:
     wants, names = QueuedBlockRefs(), [A]
     wants.add(names)
     names.append(B)
-    wants.count_pending()
+    wants.apply_pending()
     assert A in wants and B not in wants
 
 

@@ -5,7 +5,7 @@ from checking import expected_tokens, make_request
 from memory_store import Habits, MemoryStore, Shelf
 from states import PAGES, random_run, serve, state_engine, text
 
-from headstart.core.cache.hashing import checkpoint_page_hash, is_checkpoint_page
+from headstart.core.cache.hashing import checkpoint_page_hash, is_checkpoint_page_hash
 from headstart.core.engine import Engine
 
 
@@ -33,7 +33,7 @@ def test_after_a_restart_the_same_prompt_begins_at_its_checkpoint() -> None:
     engine = state_engine(65, store=store)
     assert stored(engine, text(22)) == 20
     (load,) = store.loads
-    assert [is_checkpoint_page(key.block_hash) for key in load] == [True] * PAGES + [False] * 5
+    assert [is_checkpoint_page_hash(key.block_hash) for key in load] == [True] * PAGES + [False] * 5
     assert engine.executor.num_reads == 1
 
 
@@ -47,7 +47,7 @@ def test_the_end_of_an_answer_is_stored_once() -> None:
     store = MemoryStore()
     serve(state_engine(129, store=store), text(22), 40)
     store.flush()
-    assert sum(map(is_checkpoint_page, store.shelf)) == 2 * PAGES  # of the prompt and of the whole answer
+    assert sum(map(is_checkpoint_page_hash, store.shelf)) == 2 * PAGES  # of the prompt and of the whole answer
 
 
 def test_blocks_without_a_whole_state_are_not_loaded() -> None:
@@ -68,7 +68,7 @@ def test_a_state_whose_blocks_are_in_the_pool_is_loaded_alone() -> None:
     )
     found = serve(engine, text(22), name="1").breakdown
     assert found is not None and found.num_cached == 20
-    assert [[is_checkpoint_page(key.block_hash) for key in load] for load in store.loads] == [[True] * PAGES]
+    assert [[is_checkpoint_page_hash(key.block_hash) for key in load] for load in store.loads] == [[True] * PAGES]
 
 
 def test_blocks_whose_state_is_in_the_pool_are_loaded_alone() -> None:

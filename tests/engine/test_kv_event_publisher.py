@@ -211,7 +211,7 @@ def test_a_subscriber_sees_every_batch_in_order(context: "zmq.Context[Any]", end
         assert last is None or number == last + 1
         last = number
         tokens += [event["token_ids"][0] for event in msgspec.msgpack.decode(payload)[1] if "token_ids" in event]
-    assert tokens == list(range(20)) and publisher.num_dropped == 0
+    assert tokens == list(range(20)) and publisher.num_dropped_batches == 0
     publisher.close()
 
 
@@ -315,10 +315,10 @@ def test_what_does_not_fit_is_counted_said_and_leaves_a_gap(
     wait_for(publisher._queue.empty)
     publisher.publish(_Stuck([STORED], gate, reached))
     assert reached.wait(WAIT / 1000)
-    before = publisher.num_dropped
+    before = publisher.num_dropped_batches
     for _ in range(4):
         publisher.publish([STORED])  # one waits, three have no room
-    assert publisher.num_dropped == before + 3
+    assert publisher.num_dropped_batches == before + 3
     gate.set()
     first, second = receive_stored(sub), receive_stored(sub)
     publisher.publish([STORED])
@@ -336,7 +336,7 @@ def test_an_event_that_cannot_be_encoded_costs_its_own_batch_only(
     publisher.publish([STORED])
     receive_stored(sub)
     assert "could not be sent (" in capsys.readouterr().err
-    assert publisher.num_dropped == 1
+    assert publisher.num_dropped_batches == 1
     publisher.close()
 
 

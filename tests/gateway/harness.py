@@ -19,7 +19,7 @@ from headstart.gateway.proxy.proxy import Placed, place_immediately
 from headstart.gateway.proxy.replies import client_session_options
 from headstart.gateway.proxy.request_reader import RequestParser
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.http.lifecycle import HttpServer, open_listener, uvicorn_config
+from headstart.http.lifecycle import UvicornWithoutSignals, open_listener, uvicorn_config
 from headstart.http.logs import ServerLog
 
 WHOLE = {"/v1/responses": "output", "/v1/messages": "content"}  # where an answer's text is
@@ -204,7 +204,7 @@ async def front(
             router_options, server_options, session, reader or RequestParser(), ServerLog(), placed=placed
         )
         listener = open_listener("127.0.0.1", 0)
-        http = HttpServer(uvicorn_config(build_gateway_app(state)))
+        http = UvicornWithoutSignals(uvicorn_config(build_gateway_app(state)))
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         port = listener.getsockname()[1]
         try:

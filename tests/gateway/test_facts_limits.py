@@ -7,10 +7,10 @@ from headstart.gateway.replicas.probes import (
     MAX_CARDS,
     MAX_NUM_BLOCKS,
     ScrapedMetrics,
-    decode_json,
+    parse_json_or_none,
     parse_metrics,
     parse_models,
-    parse_sglang_server_info,
+    parse_sglang_cache_size,
 )
 
 PAGE = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\nvllm:num_requests_waiting 3\n'
@@ -26,7 +26,7 @@ def test_a_pool_is_believed_up_to_a_bound(value: str) -> None:
 @pytest.mark.parametrize("size", [MAX_BLOCK_SIZE + 1, 10**30])
 def test_a_block_size_that_no_engine_has_counts_as_not_said(size: int) -> None:
     assert parse_metrics(f'vllm:cache_config_info{{block_size="{size}"}} 1.0\n').block_size == 0
-    assert parse_sglang_server_info({"page_size": size, "max_total_num_tokens": 6400}) == (1, 6400)
+    assert parse_sglang_cache_size({"page_size": size, "max_total_num_tokens": 6400}) == (1, 6400)
 
 
 @pytest.mark.parametrize("value", ["-5", "-1e11", "NaN", "-Inf", "1e308", "+Inf", "1_0"])
@@ -69,10 +69,10 @@ def test_models_are_bounded_in_number_and_length() -> None:
 
 @pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a":' * 100_000, b"", b"\xff", b"{", b"NaN"])
 def test_a_body_that_is_no_json_is_nothing(body: bytes) -> None:
-    assert decode_json(body) is None
+    assert parse_json_or_none(body) is None
 
 
 @pytest.mark.parametrize("tokens", [10**30, 1e308, -5, True, "9" * 5_000, [[]]])
 def test_server_info_is_bounded(tokens: object) -> None:
-    size, pages = parse_sglang_server_info({"page_size": 1, "max_total_num_tokens": tokens})
+    size, pages = parse_sglang_cache_size({"page_size": 1, "max_total_num_tokens": tokens})
     assert 0 <= size <= MAX_BLOCK_SIZE and 0 <= pages <= MAX_NUM_BLOCKS

@@ -149,7 +149,7 @@ def test_small_blocks_are_modelled_together_unless_events_name_them(
 ) -> None:
     member = MonitoredReplica(ReplicaAddress("http://10.0.0.1:8000", events))
     member.metrics = ScrapedMetrics(block_size=block_size, num_blocks=num_blocks)
-    assert member.cache_size == modelled
+    assert member.modelled_cache_size == modelled
 
 
 def test_a_replica_with_blocks_of_one_token_costs_no_more_than_others() -> None:

@@ -88,7 +88,7 @@ def test_the_router_sees_the_steps_of_a_replica_in_the_tokens_of_its_streams() -
             assert all([parse_events(answer.text) for answer in await asyncio.gather(*answers)])
             step.cancel()
             (endpoint,) = router.state.router.endpoints.values()
-            assert 20 <= endpoint.load.num_steps <= 22
+            assert 20 <= endpoint.load.num_observed_steps <= 22
 
     run(go())
 

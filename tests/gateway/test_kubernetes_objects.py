@@ -14,10 +14,10 @@ from headstart.gateway.discovery.kubernetes_objects import (
     EndpointSlice,
     InferencePool,
     Pod,
-    pool_addresses,
-    slice_addresses,
+    replicas_of_pool,
+    replicas_of_slices,
 )
-from headstart.gateway.run_gateway import make_discovery
+from headstart.gateway.run_gateway import parse_discovery
 
 
 def decoded(kind: Any, body: dict[str, Any], name: str = "x") -> Any:
@@ -26,12 +26,12 @@ def decoded(kind: Any, body: dict[str, Any], name: str = "x") -> Any:
 
 
 def of_pool(pool_body: dict[str, Any], *pods: dict[str, Any]) -> list[str]:
-    found = pool_addresses(decoded(InferencePool, pool_body), [decoded(Pod, one) for one in pods])
+    found = replicas_of_pool(decoded(InferencePool, pool_body), [decoded(Pod, one) for one in pods])
     return [address.url for address in found.addresses]
 
 
 def of_slices(port: str, *slices: dict[str, Any]) -> list[str]:
-    found = slice_addresses([decoded(EndpointSlice, part) for part in slices], port)
+    found = replicas_of_slices([decoded(EndpointSlice, part) for part in slices], port)
     return [one.url for one in found.addresses]
 
 
@@ -99,22 +99,22 @@ BAD_HOSTS += ["::ffff:127.0.0.1", "::ffff:169.254.169.254", "255.255.255.255"]
 
 @pytest.mark.parametrize("port", BAD_PORTS)
 def test_a_port_that_is_none_is_refused_and_counted(port: int) -> None:
-    found = pool_addresses(decoded(InferencePool, pool(port, 8000, app="m")), [decoded(Pod, pod("10.0.0.1"))])
+    found = replicas_of_pool(decoded(InferencePool, pool(port, 8000, app="m")), [decoded(Pod, pod("10.0.0.1"))])
     assert [one.url for one in found.addresses] == ["http://10.0.0.1:8000"] and found.refused == (f"10.0.0.1:{port}",)
     part = decoded(EndpointSlice, endpoint_slice({"addresses": ["10.0.0.1"]}, http=port))
-    assert slice_addresses([part], "") == ((), (f"10.0.0.1:{port}",))
+    assert replicas_of_slices([part], "") == ((), (f"10.0.0.1:{port}",))
 
 
 @pytest.mark.parametrize("host", BAD_HOSTS)
 def test_an_address_of_the_machine_itself_is_refused_and_counted(host: str) -> None:
     pods = [decoded(Pod, pod(host)), decoded(Pod, pod("10.0.0.1"))]
-    found = pool_addresses(decoded(InferencePool, pool(8000, app="m")), pods)
+    found = replicas_of_pool(decoded(InferencePool, pool(8000, app="m")), pods)
     assert [one.url for one in found.addresses] == ["http://10.0.0.1:8000"] and len(found.refused) == 1
     family = "IPv6" if ":" in host else "IPv4"
     part = decoded(EndpointSlice, endpoint_slice({"addresses": [host]}, family=family, http=8000))
-    assert not slice_addresses([part], "").addresses
+    assert not replicas_of_slices([part], "").addresses
     is_loopback = host in ("127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1")
-    assert bool(slice_addresses([part], "", allow_loopback=True).addresses) == is_loopback
+    assert bool(replicas_of_slices([part], "", allow_loopback=True).addresses) == is_loopback
 
 
 @given(st.permutations([pod(f"10.0.{n}.1") for n in range(5)]), st.lists(st.integers(1, 65535), min_size=1, max_size=8))
@@ -129,7 +129,7 @@ def test_the_list_depends_on_no_order(pods: list[dict[str, Any]], ports: list[in
     ["inferencepool/p", "inferencepool/ns/p.q", "service/s", "service/s:8000", "service/ns/s:http"],
 )
 def test_a_target_describes_itself_as_it_was_asked_for(text: str) -> None:
-    assert make_discovery(f"kubernetes:{text}").describe() == f"kubernetes:{text}"
+    assert parse_discovery(f"kubernetes:{text}").describe() == f"kubernetes:{text}"
 
 
 @pytest.mark.parametrize(
@@ -141,4 +141,4 @@ def test_a_target_describes_itself_as_it_was_asked_for(text: str) -> None:
 )
 def test_any_other_target_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="write it like kubernetes:inferencepool/NAME"):
-        make_discovery(f"kubernetes:{text}")
+        parse_discovery(f"kubernetes:{text}")

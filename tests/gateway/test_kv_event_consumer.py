@@ -134,9 +134,9 @@ def test_several_gaps_that_end_at_one_time_clear_the_index_once() -> None:
                 await late._offer([b"", number.to_bytes(8, "big"), payloads[number]], replayed=True)
             await late._give_up()
             counts = late.counts
-            assert late.position == 20 and counts["voids"] == 1 and counts["batches"] == 5
+            assert late.next_batch_number == 20 and counts["voids"] == 1 and counts["batches"] == 5
             await late._offer([b"", (9).to_bytes(8, "big"), payloads[9]], replayed=False)  # it was on its way, too
-            assert late.position == 20 and late.counts["voids"] == 1
+            assert late.next_batch_number == 20 and late.counts["voids"] == 1
 
     run(test())
 
@@ -149,7 +149,7 @@ def test_a_publisher_that_starts_again_in_mid_run(relayed: bool) -> None:
             for rounds in (1, 12):  # fewer batches than before, and more
                 rig.restart()
                 await rig.serve(rounds)
-                await rig.until(lambda: rig.consumer.position == rig.num_published)
+                await rig.until(lambda: rig.consumer.next_batch_number == rig.num_published)
                 await until(lambda: rig.difference() == (len(rig.consumer.index),) * 2 + (0, 0))
                 assert_equal(rig)
             assert rig.consumer.counts["restarts"] >= 2

@@ -78,11 +78,15 @@ def test_what_a_real_vllm_sent_makes_an_index_without_a_loose_end() -> None:
     assert {salt for _, salt in prompts} == {None, "amber", "birch"}
     ids, salt = prompts[-1]
     assert (
-        told.match(RoutingPrompt(ids, router_root("m", domain=domain_of_cache_salt(salt))).block_hashes(32), 0.0)
+        told.num_cached_prefix_blocks(
+            RoutingPrompt(ids, router_root("m", domain=domain_of_cache_salt(salt))).block_hashes(32), 0.0
+        )
         == len(ids) // 32
     )
     assert (
-        told.match(RoutingPrompt(ids, router_root("m", domain=domain_of_cache_salt("other"))).block_hashes(32), 0.0)
+        told.num_cached_prefix_blocks(
+            RoutingPrompt(ids, router_root("m", domain=domain_of_cache_salt("other"))).block_hashes(32), 0.0
+        )
         == 0
     )
 
@@ -115,7 +119,7 @@ def test_a_block_with_an_image_is_known_and_equals_no_prompts() -> None:
     told = KVEventIndex(4, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
     told.apply([first, image])
     assert len(told) == 3
-    assert told.match(RoutingPrompt(range(12), router_root("m")).block_hashes(4), 0.0) == 1
+    assert told.num_cached_prefix_blocks(RoutingPrompt(range(12), router_root("m")).block_hashes(4), 0.0) == 1
 
 
 def test_embeddings_are_not_taken_for_a_salt() -> None:
@@ -131,7 +135,7 @@ def test_only_the_group_that_keeps_all_tokens_is_followed() -> None:
     assert decoder.counts["other_groups"] == 2
     again = {"type": "BlockStored", "block_hashes": [A], "token_ids": [1], "block_size": 1, "group_idx": 2}
     assert list(decoder.decode(msgspec.msgpack.encode([0.0, [again]]))) == []
-    decoder.cleared()
+    decoder.reset()
     assert list(decoder.decode(msgspec.msgpack.encode([0.0, [again]])))
 
 
@@ -139,7 +143,7 @@ def test_a_block_that_moves_to_another_tier_stays_until_it_is_gone_from_both() -
     stored, copy, gone = decode(made("offload"))
     told = KVEventIndex(4, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
     told.apply([stored, copy, gone])
-    assert told.match(RoutingPrompt(range(8), router_root("m")).block_hashes(4), 0.0) == 1
+    assert told.num_cached_prefix_blocks(RoutingPrompt(range(8), router_root("m")).block_hashes(4), 0.0) == 1
     told.check()
 
 

@@ -93,8 +93,8 @@ def test_salted_blocks_are_found_by_salted_prompts_alone() -> None:
                 ones = b", ".join([b"1"] * (4 * BLOCK))
                 plain = read("/v1/completions", body % (ones, b""), RequestSender())
                 with_salt = read("/v1/completions", body % (ones, b', "cache_salt": "s"'), RequestSender())
-                assert index.match(plain.request.prompt.block_hashes(BLOCK), 0.0) == 0
-                assert index.match(with_salt.request.prompt.block_hashes(BLOCK), 0.0) == 4
+                assert index.num_cached_prefix_blocks(plain.request.prompt.block_hashes(BLOCK), 0.0) == 0
+                assert index.num_cached_prefix_blocks(with_salt.request.prompt.block_hashes(BLOCK), 0.0) == 4
 
     asyncio.run(go())
 
@@ -217,7 +217,7 @@ def test_while_prompts_are_counted_in_bytes_events_are_not_listened_to() -> None
             async with front(replica, tokenizer="auto") as router:
                 await router.up(1)
                 endpoint = router.state.router.endpoints[replica.url]
-                assert isinstance(endpoint.index, ApproximateIndex) and not router.state.listening.counts()
+                assert isinstance(endpoint.index, ApproximateIndex) and not router.state.listening.event_counts()
                 router.state.reader.tokenizer = Tokenizer.from_folder(bundled_model_folder())
                 await until(lambda: isinstance(endpoint.index, KVEventIndex))
 
@@ -230,8 +230,8 @@ def test_who_is_removed_is_not_listened_to_any_more() -> None:
         with publishing(replica):
             async with front(replica) as router:
                 await router.up(1)
-                assert list(router.state.listening.counts()) == [replica.url]
+                assert list(router.state.listening.event_counts()) == [replica.url]
                 router.state.members.on_replicas_changed([])
-                assert not router.state.listening.counts()
+                assert not router.state.listening.event_counts()
 
     asyncio.run(go())

@@ -53,7 +53,9 @@ def stored(number: int) -> bytes:
 
 
 def is_known(consumer: KVEventConsumer, number: int) -> bool:
-    return consumer.index.match(RoutingPrompt([number] * 4, router_root("m")).block_hashes(4), 0.0) == 1
+    return (
+        consumer.index.num_cached_prefix_blocks(RoutingPrompt([number] * 4, router_root("m")).block_hashes(4), 0.0) == 1
+    )
 
 
 @asynccontextmanager

@@ -109,7 +109,7 @@ def test_a_replay_that_was_cut_is_asked_for_again_from_where_it_was_cut(monkeypa
             async with listening(consumer):
                 client, start = await publisher.asked()
                 await publisher.answer(client, {number: stored(number) for number in range(3)}, whole=False)
-                await until(lambda: consumer.position == 3)
+                await until(lambda: consumer.next_batch_number == 3)
                 while start != 2:
                     client, start = await publisher.asked()
                 await publisher.answer(client, {number: stored(number) for number in range(2, 5)})
@@ -134,9 +134,9 @@ def test_without_replay_numbers_that_go_on_do_not_prove_that_the_publisher_is_th
                 await second.subscribed()
                 await second.publish(1, stored(11))  # its batch 0 came too early for us
                 await until(lambda: consumer.counts["heard"] == 2)
-                await until(lambda: consumer.position == 2)
+                await until(lambda: consumer.next_batch_number == 2)
                 old = RoutingPrompt([10] * 4, router_root("m")).block_hashes(4)
-                assert consumer.index.match(old, 0.0) == 0 and consumer.counts["voids"] >= 1
+                assert consumer.index.num_cached_prefix_blocks(old, 0.0) == 0 and consumer.counts["voids"] >= 1
                 second.close()
 
     run(test())
@@ -162,7 +162,7 @@ def test_others_have_their_turn_while_a_long_batch_is_taken_in(monkeypatch: pyte
         task.cancel()
         assert len(consumer.index) == 4096
         names = RoutingPrompt([1] * 4096 * 4, router_root("m")).block_hashes(4)
-        assert consumer.index.match(names, 0.0) == 4096
+        assert consumer.index.num_cached_prefix_blocks(names, 0.0) == 4096
 
     run(test())
     assert len(set(turns)) > 10  # it saw the index grow

@@ -53,12 +53,12 @@ def test_decisions_are_bounded_in_number_and_rate(monkeypatch: pytest.MonkeyPatc
         async with front(Replica()) as router:
             await router.up(1)
             decisions = router.state.proxy.decisions
-            decisions.watch(1e9)
+            decisions.poll(1e9)
             for _ in range(30):
                 await router.complete()
-            assert 1 <= len(decisions.watch(0.0)) <= error_responses.MAX_WATCHED
+            assert 1 <= len(decisions.poll(0.0)) <= error_responses.MAX_WATCHED
             await router.complete()
-            assert len(decisions.watch(0.0)) <= error_responses.MAX_WATCHED
+            assert len(decisions.poll(0.0)) <= error_responses.MAX_WATCHED
 
     monkeypatch.setattr(error_responses, "WATCH_INTERVAL", 0.0)
     run(go())

@@ -119,7 +119,7 @@ class Picker:
     async def serve(self, envoy: FakeEnvoy) -> None:
         first = await envoy.read()
         assert first is not None
-        await ExtProcStream(envoy, first).run(self._app)
+        await ExtProcStream(envoy, first).run_app(self._app)
 
     async def until_written(self, envoy: FakeEnvoy, count: int) -> "asyncio.Task[None]":
         """Serves a request until so many messages were written."""
@@ -414,7 +414,7 @@ def test_health_services_follow_the_replicas_and_the_drain() -> None:
             assert raised.value.code() == grpc.StatusCode.NOT_FOUND
             watching = watch(pb.HealthCheckRequest(service="readiness"))
             assert (await watching.read()).status == 1
-            picker.state.drain()
+            picker.state.start_draining()
             assert [await status(name) for name in names] == [2, 1, 2, 2]
             assert (await watching.read()).status == 2
             watching.cancel()

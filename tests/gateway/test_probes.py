@@ -16,7 +16,7 @@ from headstart.gateway.replicas.probes import (
     metrics_in_cards,
     parse_metrics,
     parse_models,
-    parse_sglang_server_info,
+    parse_sglang_cache_size,
 )
 from headstart.server.server_metrics import ServerMetrics as ServerMetrics
 
@@ -80,10 +80,10 @@ def test_a_size_is_read_from_models_where_metrics_are_refused() -> None:
     card = {"id": "m", "owned_by": "headstart", "block_size": 16, "num_gpu_blocks": 777}
     assert metrics_in_cards(parse_models({"data": [{"id": "x"}, card]})) == ScrapedMetrics("headstart", 16, 777)
     (card_of_ours,) = parse_models({"data": [{**card, "max_num_batched_tokens": 2048}]})
-    assert card_of_ours.step_tokens == 2048
+    assert card_of_ours.max_step_tokens == 2048
     for wrong in (None, -1, "x", 2**40, [8]):
         (other,) = parse_models({"data": [{**card, "max_num_batched_tokens": wrong}]})
-        assert other.step_tokens == 0
+        assert other.max_step_tokens == 0
     for wrong in (
         {},
         {"block_size": 16},
@@ -97,9 +97,9 @@ def test_sglangs_page_and_server_info_are_read() -> None:
     page = 'sglang:num_running_reqs{model_name="m"} 2.0\nsglang:num_queue_reqs 3.0\nsglang:token_usage 0.5\n'
     found = parse_metrics(page)
     assert (found.kind, found.running, found.waiting, found.kv_usage, found.num_blocks) == ("sglang", 2, 3, 0.5, 0)
-    assert parse_sglang_server_info({"page_size": 64, "max_total_num_tokens": 6400}) == (64, 100)
-    assert parse_sglang_server_info({"internal_states": [{"max_total_num_tokens": 50}]}) == (1, 50)
-    assert parse_sglang_server_info([]) == parse_sglang_server_info({"page_size": "x"}) == (0, 0)
+    assert parse_sglang_cache_size({"page_size": 64, "max_total_num_tokens": 6400}) == (64, 100)
+    assert parse_sglang_cache_size({"internal_states": [{"max_total_num_tokens": 50}]}) == (1, 50)
+    assert parse_sglang_cache_size([]) == parse_sglang_cache_size({"page_size": "x"}) == (0, 0)
 
 
 @given(st.text(alphabet='vllm:cache_config_info{}=",0.1 9eNa-\\\n#', max_size=300))

@@ -18,8 +18,8 @@ from server.harness import until
 from headstart.core.errors import NoReplicaError
 from headstart.gateway.ray import ingress
 from headstart.gateway.ray.ingress import RayPlacement
+from headstart.gateway.ray.placement_ticket import PlacementTicket, RayFleet
 from headstart.gateway.ray.prefix_request_router import PrefixRequestRouter
-from headstart.gateway.ray.routing_ticket import RayFleet, RoutingTicket
 
 LONG = "a shared beginning of many words, " * 40
 APP = DeploymentID("replica", "headstart")
@@ -138,7 +138,7 @@ async def ray_front(handle: Handle, *replicas: Replica, **options: Any) -> Async
             await replica.start()
         try:
             handle.set_replicas(*(replica.url for replica in replicas))
-            await placement.wait_for_fleet(RayFleet(router.state.members.on_replicas_changed))
+            await placement.introduce_fleet(RayFleet(router.state.members.on_replicas_changed))
             await router.up(len(replicas))
             yield router
         finally:
@@ -268,17 +268,17 @@ def test_a_ticket_is_answered_once_and_travels_as_its_id() -> None:
     async def test() -> None:
         refusals: list[str] = []
         in_flight: Any = SimpleNamespace(endpoint=SimpleNamespace(name="b"), fallbacks=("a",))
-        ticket = RoutingTicket("id", RayFleet(lambda found: None), lambda names: in_flight)
+        ticket = PlacementTicket("id", RayFleet(lambda found: None), lambda names: in_flight)
         ticket.refused = lambda: refusals.append("refused")
-        assert await ticket.rank(["a", "b"]) == ["b", "a"] and not refusals
-        assert await ticket.rank(["a"]) == () and refusals == ["refused"]
+        assert await ticket.rank_replicas(["a", "b"]) == ["b", "a"] and not refusals
+        assert await ticket.rank_replicas(["a"]) == () and refusals == ["refused"]
         assert pickle.loads(pickle.dumps(ticket)) == "id"
 
         def none(names: Any) -> Any:
             raise NoReplicaError("none", reasons={})
 
-        hopeless = RoutingTicket("id", ticket.fleet, none)
-        assert await hopeless.rank(["a"]) == ()
+        hopeless = PlacementTicket("id", ticket.fleet, none)
+        assert await hopeless.rank_replicas(["a"]) == ()
         assert isinstance(hopeless.decision.exception(), NoReplicaError)
 
     run(test())

@@ -257,7 +257,7 @@ def blocks_are_published_before_those_in_front_of_them() -> None:
 
 
 def what_has_arrived_is_computed_too() -> None:
-    StoreTransfers.chunk_len = lambda self, seq, start, num: num  # type: ignore[method-assign]
+    StoreTransfers.max_chunk_len = lambda self, seq, start, num: num  # type: ignore[method-assign]
 
 
 def what_a_failed_row_used_is_loaded_again() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from headstart.core.engine import Engine
 from headstart.core.request import SamplingParams
-from headstart.measurement.inprocess import make_requests, run_requests
+from headstart.measurement.inprocess import requests_from_prompts, run_requests
 from headstart.measurement.runner import EngineSetup
 from headstart.workload.jobs import Job, JobDependencies
 from headstart_lab.runners.null_executor import NullExecutor
@@ -29,7 +29,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 def test_records_come_in_the_order_of_the_requests_with_their_token_counts(make_setup: MakeSetup) -> None:
-    run = run_requests(make_engine(make_setup()), make_requests(prompts(40, 7), greedy(3), "r"))
+    run = run_requests(make_engine(make_setup()), requests_from_prompts(prompts(40, 7), greedy(3), "r"))
     assert [record.request_id for record in run.records] == ["r-0", "r-1"]
     assert [(record.prompt_tokens, record.output_tokens) for record in run.records] == [(40, 3), (7, 3)]
     assert [len(tokens) for tokens in run.outputs] == [3, 3]
@@ -38,14 +38,14 @@ def test_records_come_in_the_order_of_the_requests_with_their_token_counts(make_
 
 
 def test_a_request_is_not_added_before_it_is_due(make_setup: MakeSetup) -> None:
-    requests, clock = make_requests(prompts(8, 8), greedy(1), "r"), VirtualClock()
+    requests, clock = requests_from_prompts(prompts(8, 8), greedy(1), "r"), VirtualClock()
     first, second = run_requests(make_engine(make_setup()), requests, due=[0.0, 0.05], clock=clock).records
     assert first.finish is not None and first.finish < 0.05
     assert second.arrival == 0.05 and second.first_token is not None and second.first_token >= 0.05
 
 
 def test_a_request_arrives_a_pause_after_those_it_waits_for(make_setup: MakeSetup) -> None:
-    requests, clock = make_requests(prompts(8, 8, 8), greedy(2), "r"), VirtualClock()
+    requests, clock = requests_from_prompts(prompts(8, 8, 8), greedy(2), "r"), VirtualClock()
     asked = [Job(request.prompt, 2) for request in requests]
     waits = JobDependencies(
         [asked[0], replace(asked[1], after=(0,), pause=0.5), replace(asked[2], after=(0, 1), pause=0.25)]
@@ -58,7 +58,9 @@ def test_a_request_arrives_a_pause_after_those_it_waits_for(make_setup: MakeSetu
 
 def test_giving_up_leaves_an_idle_engine_and_the_finished_records(make_setup: MakeSetup) -> None:
     engine = make_engine(make_setup())
-    requests = make_requests(prompts(8, 8), greedy(1), "short") + make_requests(prompts(8), greedy(50), "long")
+    requests = requests_from_prompts(prompts(8, 8), greedy(1), "short") + requests_from_prompts(
+        prompts(8), greedy(50), "long"
+    )
     run = run_requests(engine, requests, give_up=lambda record: record.request_id == "short-1")
     assert run.given_up and [record.request_id for record in run.records] == ["short-0", "short-1"]
     assert not engine.has_work
@@ -70,19 +72,21 @@ def test_an_interrupt_aborts_what_is_under_way(make_setup: MakeSetup) -> None:
     def interrupt(record: object) -> bool:
         raise KeyboardInterrupt
 
-    requests = make_requests(prompts(8), greedy(1), "short") + make_requests(prompts(8), greedy(50), "long")
+    requests = requests_from_prompts(prompts(8), greedy(1), "short") + requests_from_prompts(
+        prompts(8), greedy(50), "long"
+    )
     with pytest.raises(KeyboardInterrupt):
         run_requests(engine, requests, give_up=interrupt)
     assert not engine.has_work
 
 
 def test_failed_rows_are_a_problem(make_setup: MakeSetup, failing: type[NullExecutor]) -> None:
-    run = run_requests(make_engine(make_setup(failing)), make_requests(prompts(8, 8), greedy(1), "r"))
+    run = run_requests(make_engine(make_setup(failing)), requests_from_prompts(prompts(8, 8), greedy(1), "r"))
     assert [record.ok for record in run.records] == [False, False]
     assert run.problems("r") == ["r: 2 requests failed, the first with: planted"]
 
 
 def test_tokens_that_do_not_add_up_are_a_problem(make_setup: MakeSetup) -> None:
-    run = run_requests(make_engine(make_setup()), make_requests(prompts(8), greedy(1), "r"))
+    run = run_requests(make_engine(make_setup()), requests_from_prompts(prompts(8), greedy(1), "r"))
     run.computed_tokens += 1
     assert run.problems("r") == ["r: 9 tokens computed, but the requests account for 8"]

@@ -12,7 +12,7 @@ from headstart.model.attention.base import BackendFactory
 from headstart.model.attention.cpu import CPUAttention
 from headstart.model.attention.reference import ReferenceAttention
 from headstart.model.kv_writes import ChunkRanges, plan_kv_writes
-from headstart.model.paged_kv import KVShape
+from headstart.model.paged_kv import TokenKVShape
 from headstart.model.step_inputs import StepInputs
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ class Pools:
         free = self.rng.sample(range(1, self.num_blocks), self.num_blocks - 1)
         self.tables = [[free.pop() for _ in range(count)] for count in counts]
         self.unused = free
-        self.shape = KVShape(2, kv_heads, dim)
+        self.shape = TokenKVShape(2, kv_heads, dim)
         size = {"num_blocks": self.num_blocks, "block_size": block_size, "dtype": dtype, "device": CPU}
         self.reference = ReferenceAttention(self.shape, **size)
         self.own: Any = backend(self.shape, **size, **options)
@@ -124,7 +124,7 @@ class Pools:
         """Return the outputs of reference and backend for the rest of every sequence, and the backend's step."""
         step = self.step(starts, self.lengths)
         q, k, v = self.rows(starts, self.lengths)
-        due = self.reference.begin(step)(1, q, k, v, scale=scale, window=window, softcap=cap, sinks=sinks)
+        due = self.reference.begin_step(step)(1, q, k, v, scale=scale, window=window, softcap=cap, sinks=sinks)
         own = self.own.begin(step)
         return due, own(1, q, k, v, scale=scale, window=window, softcap=cap, sinks=sinks), own
 

@@ -13,7 +13,7 @@ from headstart.model.attention import attention_plan as plan_module
 from headstart.model.attention import reference as reference_module
 from headstart.model.attention.base import backend_factory, resolve_backend
 from headstart.model.attention.reference import ReferenceAttention
-from headstart.model.paged_kv import KVShape
+from headstart.model.paged_kv import TokenKVShape
 from headstart.model.step_inputs import StepInputs
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ class Pool:
         self.heads, self.lengths = heads, lengths
         num_blocks = sum(-(-length // 16) for length in lengths) + 3
         self.backend = ReferenceAttention(
-            KVShape(2, kv_heads, dim), num_blocks=num_blocks, block_size=16, dtype=dtype, device=CPU
+            TokenKVShape(2, kv_heads, dim), num_blocks=num_blocks, block_size=16, dtype=dtype, device=CPU
         )
         free = rng.sample(range(1, num_blocks), num_blocks - 1)
         self.tables = [[free.pop() for _ in range(-(-length // 16))] for length in lengths]
@@ -96,7 +96,7 @@ class Pool:
             kv_indices=np.array([block for table in self.tables for block in table], dtype=np.int32),
         )
         q, k, v = (torch.cat([x[i][start:end] for i, start, end in spans]) for x in (self.q, self.k, self.v))
-        out = self.backend.begin(step)(1, q, k, v, scale=scale, window=window, softcap=cap, sinks=sinks)
+        out = self.backend.begin_step(step)(1, q, k, v, scale=scale, window=window, softcap=cap, sinks=sinks)
         return list(out.split(lengths))
 
 

@@ -155,7 +155,7 @@ def test_kernels_stay_within_their_buffers(kernels: KernelLibrary, kind: str, bi
         buffers = ChainBuffers(count, widths)
         for index, width in enumerate(widths):
             buffers[index] = guards.put(random(count, width))
-        scratch = guards.put(torch.zeros(-(-chain.scratch(count).numel() // 4)))
+        scratch = guards.put(torch.zeros(-(-chain.allocate_scratch(count).numel() // 4)))
         chain(buffers, scratch)
         assert guards.intact() and buffers[1].isfinite().all()
 

@@ -27,7 +27,7 @@ def test_a_tensor_is_read_as_asked_and_progress_is_told(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, a=torch.arange(6.0).view(2, 3), b=torch.ones(4))
     told: list[int] = []
     with checkpoint.reading(told.append):
-        tensor = checkpoint.take("a", (2, 3), torch.bfloat16)
+        tensor = checkpoint.load_tensor("a", (2, 3), torch.bfloat16)
     assert tensor.dtype == torch.bfloat16 and tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert (told, checkpoint.num_bytes) == ([24], 40)
 
@@ -36,11 +36,11 @@ def test_missing_and_misshapen_tensors_are_refused_by_name(tmp_path: Path) -> No
     checkpoint = save(tmp_path, a=torch.zeros(2, 3), ids=torch.zeros(2, dtype=torch.int64))
     with checkpoint.reading(lambda _: None):
         with pytest.raises(ConfigError, match="tensor b is missing"):
-            checkpoint.take("b", (1,), torch.float32)
+            checkpoint.load_tensor("b", (1,), torch.float32)
         with pytest.raises(ConfigError, match=r"tensor a has shape \[2, 3\], but config.json implies \[3, 2\]"):
-            checkpoint.take("a", (3, 2), torch.float32)
+            checkpoint.load_tensor("a", (3, 2), torch.float32)
         with pytest.raises(ConfigError, match="tensor ids is stored as I64"):
-            checkpoint.take("ids", (2,), torch.float32)
+            checkpoint.load_tensor("ids", (2,), torch.float32)
 
 
 def test_a_tensor_in_two_files_is_refused_by_name(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_sharded_checkpoint_gives_the_same_logits_and_fingerprint(tmp_path: Pa
     shards = [f"model-0000{part + 1}-of-00003.safetensors" for part in range(3)]
     with from_one.reading(lambda _: None):
         for part, shard in enumerate(shards):
-            chosen = {n: from_one.take(n, from_one.entries[n].shape, torch.float32) for n in names[part::3]}
+            chosen = {n: from_one.load_tensor(n, from_one.entries[n].shape, torch.float32) for n in names[part::3]}
             save_file(chosen, folder / shard)
     (folder / "model.safetensors").unlink()
     index = {"weight_map": {name: shards[at % 3] for at, name in enumerate(names)}}
@@ -119,7 +119,7 @@ def test_one_flipped_bit_anywhere_is_another_fingerprint(
         if taken:
             with checkpoint.reading(lambda _: None):
                 for name, tensor in kept.items():
-                    checkpoint.take(name, tuple(tensor.shape), torch.float32)
+                    checkpoint.load_tensor(name, tuple(tensor.shape), torch.float32)
         return checkpoint.fingerprint()
 
     found = {fingerprint()}
@@ -139,7 +139,7 @@ def test_tensors_that_were_taken_and_others_have_the_same_fingerprint(tmp_path: 
     checkpoint = ModelCheckpoint(tmp_path)
     with checkpoint.reading(lambda _: None):
         for name, tensor in [*kept.items(), ("a", kept["a"])]:
-            checkpoint.take(name, tuple(tensor.shape), torch.bfloat16)
+            checkpoint.load_tensor(name, tuple(tensor.shape), torch.bfloat16)
     assert checkpoint.fingerprint(b"x") == untouched != checkpoint.fingerprint(b"y")
 
 

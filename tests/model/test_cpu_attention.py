@@ -13,11 +13,11 @@ from headstart.core.errors import ConfigError
 from headstart.model.attention import base
 from headstart.model.attention.cpu import CPUAttention
 from headstart.model.kernels import library as load
-from headstart.model.paged_kv import KVShape
+from headstart.model.paged_kv import TokenKVShape
 
 RUNNABLE = load.runnable_variants()
 DTYPES = [torch.float32, torch.bfloat16]
-pytestmark = pytest.mark.skipif(load.loaded_kernels() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(load.kernels_in_use() is None, reason="no compiled kernels here")
 
 
 @pytest.fixture(params=RUNNABLE, autouse=True)
@@ -233,7 +233,7 @@ def test_queries_keys_and_values_may_be_slices_of_wider_rows() -> None:
     step, (q, k, v) = pools.step([0], [50]), pools.rows([0], [50])
     wide = torch.cat((q, k, v), dim=1)
     slices = wide.split((4, 2, 2), dim=1)
-    due = pools.reference.begin(step)(1, q, k, v, scale=0.2)
+    due = pools.reference.begin_step(step)(1, q, k, v, scale=0.2)
     torch.testing.assert_close(pools.own.begin(step)(1, *slices, scale=0.2), due, atol=1e-5, rtol=1e-5)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     torch.testing.assert_close(pools.own.begin(step)(1, *turned, scale=0.2), due, atol=1e-5, rtol=1e-5)
@@ -272,7 +272,7 @@ def test_nothing_is_written_outside_and_nothing_read_that_lies_beside(dtype: tor
     starts = [69, 0, 3, 40]
     pools.fill(starts)
     step = pools.step(starts, pools.lengths)
-    due = pools.reference.begin(step)(1, *pools.rows(starts, pools.lengths), scale=0.2, sinks=torch.ones(6))
+    due = pools.reference.begin_step(step)(1, *pools.rows(starts, pools.lengths), scale=0.2, sinks=torch.ones(6))
     kv, guard = pools.own.kv, 1 << 12
     words = np.full(kv.pool.size + 2 * guard, 0x7FC07FC0, np.uint32)  # NaN in bf16; in fp32, too
     words[guard:-guard] = kv.pool.ravel()
@@ -298,7 +298,7 @@ def _guarded(rows: Tensor) -> Tensor:
 
 def test_shapes_that_the_kernels_do_not_know_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(dim: int, dtype: torch.dtype) -> CPUAttention:
-        return CPUAttention(KVShape(1, 1, dim), num_blocks=2, block_size=16, dtype=dtype, device=CPU)
+        return CPUAttention(TokenKVShape(1, 1, dim), num_blocks=2, block_size=16, dtype=dtype, device=CPU)
 
     with pytest.raises(ConfigError, match="head size 513 is more than the 512"):
         make(513, torch.float32)

@@ -9,9 +9,9 @@ from model.tiny import make_checkpoint
 
 from headstart.core.errors import ConfigError
 from headstart.model.kernels import library
-from headstart.model.kernels.library import KernelLibrary, loaded_kernels
+from headstart.model.kernels.library import KernelLibrary, kernels_in_use
 from headstart.model.layers.decoder import Decoder
-from headstart.model.layers.dispatch import are_batch_invariant, choose_kernels
+from headstart.model.layers.dispatch import are_linears_batch_invariant, choose_linear_kernels
 from headstart.model.layers.linear import Linear, WeightForm
 from headstart.model.setup.doctor import make_doctor_report
 from headstart.model.weights.model_loader import load_model
@@ -21,15 +21,20 @@ RUNNABLE = library.runnable_variants()
 
 @pytest.fixture
 def found() -> KernelLibrary:
-    chosen = loaded_kernels()
+    chosen = kernels_in_use()
     if chosen is None:
         pytest.skip("no compiled kernels here")
     return chosen
 
 
 def test_torch_multiplies_only_if_it_is_asked_for_or_alone(found: KernelLibrary) -> None:
-    assert choose_kernels(found, "auto") is choose_kernels(found, "kernels") is found
-    assert choose_kernels(found, "torch") is choose_kernels(None, "auto") is choose_kernels(None, "kernels") is None
+    assert choose_linear_kernels(found, "auto") is choose_linear_kernels(found, "kernels") is found
+    assert (
+        choose_linear_kernels(found, "torch")
+        is choose_linear_kernels(None, "auto")
+        is choose_linear_kernels(None, "kernels")
+        is None
+    )
 
 
 def test_both_forms_give_the_same_product(found: KernelLibrary) -> None:
@@ -66,8 +71,8 @@ def test_products_whose_rows_depend_on_their_number_are_noticed(found: KernelLib
     weight = random(40, 64)
     for dtype in (torch.bfloat16, torch.float32):
         form = WeightForm(found, dtype=dtype)
-        assert are_batch_invariant([Linear(weight.to(dtype, copy=True), form=form)] * 2)
-        assert not are_batch_invariant(
+        assert are_linears_batch_invariant([Linear(weight.to(dtype, copy=True), form=form)] * 2)
+        assert not are_linears_batch_invariant(
             [Linear(weight.to(dtype, copy=True), form=form), Coarse(weight.to(dtype), form=form)]
         )
 

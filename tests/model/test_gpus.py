@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.core.errors import ConfigError
-from headstart.model.setup.gpus import check_gpus, count_gpus, visible_gpu_names
+from headstart.model.setup.gpus import check_gpu_sharing, count_gpus, visible_gpu_names
 
 MIG = "MIG-a,MIG-b,MIG-c"
 
@@ -53,18 +53,18 @@ def test_without_a_driver_there_are_no_gpus_and_torch_is_not_asked() -> None:
 )
 def test_fewer_gpus_than_replicas_are_refused(replicas: int, gpus: int, utilization: float | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_gpus(replicas, [str(n) for n in range(gpus)], utilization)
+        check_gpu_sharing(replicas, [str(n) for n in range(gpus)], utilization)
 
 
 @given(st.integers(1, 64), st.integers(0, 16), st.one_of(st.none(), st.floats(0.01, 1)))
 def test_no_gpu_is_promised_twice(replicas: int, gpus: int, utilization: float | None) -> None:
     names = [str(n) for n in range(gpus)]
     try:
-        check_gpus(replicas, names, utilization)
+        check_gpu_sharing(replicas, names, utilization)
     except ConfigError as error:
         if "--gpu-memory-utilization" in str(error):  # the remedy works
             share = float(str(error).split("--gpu-memory-utilization ")[1].split()[0])
-            check_gpus(replicas, names, share)
+            check_gpu_sharing(replicas, names, share)
         return
     if gpus:
         on_one = math.ceil(replicas / gpus)

@@ -21,7 +21,7 @@ from headstart.core.errors import InvalidRequestError
 from headstart.core.request import SamplingParams
 from headstart.model.grammar.grammar_compiler import MAX_GRAMMARS, CachingGrammarCompiler
 from headstart.model.grammar.grammar_rows import GrammarRows
-from headstart.model.kernels.library import loaded_kernels
+from headstart.model.kernels.library import kernels_in_use
 from headstart.model.sampling.logit_edits import LogitEdits
 from headstart.model.sampling.sampler import Sampler
 from headstart.openai.structured.grammar_text import (
@@ -54,7 +54,7 @@ def grammars() -> CachingGrammarCompiler:
 
 @pytest.fixture(params=["torch", "kernel"])
 def sampler(request: pytest.FixtureRequest, grammars: CachingGrammarCompiler) -> Sampler:
-    compiled = loaded_kernels() if request.param == "kernel" else None
+    compiled = kernels_in_use() if request.param == "kernel" else None
     if request.param == "kernel" and compiled is None:
         pytest.skip("no kernels here")
     return Sampler(VOCAB, kernels=compiled, grammars=GrammarRows(grammars, 2))
@@ -92,7 +92,7 @@ def answer(sampler: Sampler, request_id: str, grammar: str, seed: int, **samplin
 
 
 def text_of(grammars: CachingGrammarCompiler, outputs: list[int]) -> str:
-    grammars.compile(json_schema_grammar({})).result()
+    grammars.begin_compile(json_schema_grammar({})).result()
     assert grammars._tokenizer is not None
     return grammars._tokenizer.decode_str(outputs[:-1])
 
@@ -118,7 +118,7 @@ def test_the_tokens_are_the_same_one_by_one_with_logprobs(sampler: Sampler) -> N
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), greedy=st.booleans(), top_k=st.sampled_from([0, 1, 5]), bias=st.booleans())
 def test_kernel_and_torch_choose_the_same_allowed_token(seed: int, greedy: bool, top_k: int, bias: bool) -> None:
-    compiled = loaded_kernels()
+    compiled = kernels_in_use()
     if compiled is None:
         pytest.skip("no kernels here")
     rng = np.random.default_rng(seed)
@@ -209,17 +209,17 @@ def test_a_grammar_that_exceeds_its_limits_fails_its_own_row(temperature: float)
 def test_compiled_grammars_are_cached_within_limits(grammars: CachingGrammarCompiler) -> None:
     own = CachingGrammarCompiler(FOLDER, VOCAB, (EOS,), grammar_parser_limits())
     texts = [regex_grammar(f"a{{{number}}}") for number in range(1, MAX_GRAMMARS + 10)]
-    first = own.compile(texts[0])
-    assert own.compile(texts[0]) is first and isinstance(first.result(), LLMatcher)
+    first = own.begin_compile(texts[0])
+    assert own.begin_compile(texts[0]) is first and isinstance(first.result(), LLMatcher)
     for text in texts[1:]:
-        own.compile(text)
-    assert len(own._compiled) == MAX_GRAMMARS and own.compile(texts[0]) is not first
+        own.begin_compile(text)
+    assert len(own._compiled) == MAX_GRAMMARS and own.begin_compile(texts[0]) is not first
     assert own._num_bytes == sum(map(len, own._compiled))
 
 
 def test_a_wrong_grammar_is_an_error_of_the_request(grammars: CachingGrammarCompiler) -> None:
     with pytest.raises(InvalidRequestError, match="cannot be compiled"):
-        grammars.compile(regex_grammar("([")).result()
+        grammars.begin_compile(regex_grammar("([")).result()
     with pytest.raises(InvalidRequestError, match=r"tokenizer\.json"):
         CachingGrammarCompiler(Path("/nowhere"), VOCAB, (EOS,), grammar_parser_limits()).matcher(regex_grammar("a"))
 
@@ -252,9 +252,9 @@ def test_tenants_take_turns_in_compiling(monkeypatch: pytest.MonkeyPatch) -> Non
         held.wait(10)
 
     monkeypatch.setattr(compiler, "_compile", compile_one)
-    first = [compiler.compile(f"hog {number}", "hog") for number in range(50)]
+    first = [compiler.begin_compile(f"hog {number}", "hog") for number in range(50)]
     is_first.wait(10)
-    others = [compiler.compile(f"{tenant} {number}", tenant) for number in range(2) for tenant in ("one", "two")]
+    others = [compiler.begin_compile(f"{tenant} {number}", tenant) for number in range(2) for tenant in ("one", "two")]
     held.set()
     wait([*first, *others], 10)
     assert begun[:7] == ["hog 0", "hog 1", "one 0", "two 0", "hog 2", "one 1", "two 1"]

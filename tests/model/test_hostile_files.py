@@ -15,7 +15,7 @@ from model.tiny import make_checkpoint
 from server.harness import spawn
 
 from headstart.core.errors import ConfigError
-from headstart.model.setup.sizing import checkpoint_bytes
+from headstart.model.setup.sizing import loaded_weight_bytes
 from headstart.model.weights.hub import resolve_model
 from headstart.model.weights.json_file import MAX_JSON_BYTES
 from headstart.model.weights.model_loader import load_model
@@ -50,7 +50,7 @@ def refusal(folder: Path) -> str:
     resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, limit[1]))
     try:
         with pytest.raises(ConfigError) as caught:
-            checkpoint_bytes(folder)
+            loaded_weight_bytes(folder)
             load_model(folder, dtype="float32", device="cpu")
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limit)

@@ -89,7 +89,7 @@ def test_logits_and_states_do_not_depend_on_the_chunks(family: str, dtype: str, 
     assert whole.states is not None and cut.states is not None
     for index in map(str, range(len(texts))):
         num_tokens = len(texts[int(index)])
-        assert torch.equal(whole.states.of(index, num_tokens), cut.states.of(index, num_tokens))
+        assert torch.equal(whole.states.state_of(index, num_tokens), cut.states.state_of(index, num_tokens))
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

@@ -7,7 +7,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.core.errors import ConfigError
-from headstart.model.setup.sizing import checkpoint_bytes
+from headstart.model.setup.sizing import loaded_weight_bytes
 from headstart.model.weights import init_model as module
 from headstart.model.weights.hub import resolve_model
 from headstart.model.weights.init_model import write_random_model
@@ -63,7 +63,7 @@ def test_shards_are_bounded_and_hold_what_the_index_says(tmp_path: Path, monkeyp
     index = json.loads((many / "model.safetensors.index.json").read_text())
     whole = safe_open(one / "model.safetensors", "pt")
     assert set(index["weight_map"]) == set(whole.keys())
-    assert index["metadata"]["total_size"] == checkpoint_bytes(one) == checkpoint_bytes(many)
+    assert index["metadata"]["total_size"] == loaded_weight_bytes(one) == loaded_weight_bytes(many)
     for name, file in index["weight_map"].items():
         assert (many / file).stat().st_size < 20_000 + 2000 + SMALL["Llama"].hidden_size * 300 * 2
         assert torch.equal(safe_open(many / file, "pt").get_tensor(name), whole.get_tensor(name))
@@ -105,7 +105,7 @@ def test_model_is_overwritten_only_if_asked(tmp_path: Path, monkeypatch: pytest.
     write_random_model("small", tmp_path / "m", shard_bytes=20_000, progress=False)
     write_random_model("tiny", tmp_path / "m", overwrite=True, progress=False)
     assert [p.name for p in (tmp_path / "m").glob("*.safetensors*")] == ["model.safetensors"]
-    assert checkpoint_bytes(tmp_path / "m") == SHAPES["tiny"].num_parameters * 2
+    assert loaded_weight_bytes(tmp_path / "m") == SHAPES["tiny"].num_parameters * 2
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     except BuildError as error:
         pytest.skip(str(error))
     runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-    if load.loaded_kernels() is None or not Path(runtime.stdout.strip()).is_absolute():
+    if load.kernels_in_use() is None or not Path(runtime.stdout.strip()).is_absolute():
         pytest.skip("no compiled kernels, or no AddressSanitizer here")
     folder = tmp_path_factory.mktemp("sanitized")
     wrapper = folder / "g++"

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from headstart.core.batch import Batch, Chunk
 from headstart.model.kv_writes import KVWrites, SlotSpan
-from headstart.model.paged_kv import KVShape, PagedKV
-from headstart.model.step_inputs import StepBounds, build_step_inputs
+from headstart.model.paged_kv import PagedKV, TokenKVShape
+from headstart.model.step_inputs import StepInputRanges, build_step_inputs
 
 BLOCK, NUM_BLOCKS = 4, 40
-BOUNDS = StepBounds(NUM_BLOCKS, BLOCK, vocab_size=100, max_positions=64)
+BOUNDS = StepInputRanges(NUM_BLOCKS, BLOCK, vocab_size=100, max_positions=64)
 CPU = torch.device("cpu")
 
 
@@ -85,7 +85,7 @@ def batches(draw: st.DrawFn) -> list[Chunk]:
     return chunks
 
 
-def strided(num_tokens: int, shape: KVShape, dtype: torch.dtype, form: str) -> tuple[Tensor, Tensor]:
+def strided(num_tokens: int, shape: TokenKVShape, dtype: torch.dtype, form: str) -> tuple[Tensor, Tensor]:
     """Random keys and values [T, Hkv, D]: a slice of a wider row as in the decoder, or transposed heads or dims."""
     heads, dim = shape.num_kv_heads, shape.head_dim
     if form == "sliced":
@@ -109,7 +109,7 @@ def strided(num_tokens: int, shape: KVShape, dtype: torch.dtype, form: str) -> t
 def test_both_ways_to_write_store_every_token_due_bit_by_bit_and_nothing_else(
     chunks: list[Chunk], heads: int, dim: int, dtype: torch.dtype, form: str
 ) -> None:
-    shape = KVShape(2, heads, dim)
+    shape = TokenKVShape(2, heads, dim)
     num_tokens = sum(len(c.token_ids) for c in chunks)
     keys, values = strided(num_tokens, shape, dtype, form)
     due = torch.zeros(2, heads, NUM_BLOCKS * BLOCK, dim, dtype=dtype)
@@ -135,7 +135,7 @@ def bits(values: Tensor) -> Tensor:
 
 
 def test_nan_and_minus_zero_are_stored_as_they_are() -> None:
-    kv = PagedKV(KVShape(1, 1, 4), num_blocks=3, block_size=BLOCK, dtype=torch.float32, device=CPU)
+    kv = PagedKV(TokenKVShape(1, 1, 4), num_blocks=3, block_size=BLOCK, dtype=torch.float32, device=CPU)
     keys = torch.tensor([[[float("nan"), -0.0, float("inf"), 1.0]]]).expand(4, 1, 4)
     kv.write(0, keys, keys, plan(chunk([1] * 4, 0, 4, [2])))
     assert torch.equal(bits(kv.layers[0][0, 0, 2]), bits(keys[:, 0]))
@@ -145,7 +145,7 @@ def test_nan_and_minus_zero_are_stored_as_they_are() -> None:
 def test_chunks_of_any_cut_leave_the_same_kv(ends: list[int]) -> None:
     keys, values = torch.randn(2, 40, 2, 8).unbind(0)
     kv, whole = (
-        PagedKV(KVShape(1, 2, 8), num_blocks=NUM_BLOCKS, block_size=BLOCK, dtype=torch.float32, device=CPU)
+        PagedKV(TokenKVShape(1, 2, 8), num_blocks=NUM_BLOCKS, block_size=BLOCK, dtype=torch.float32, device=CPU)
         for _ in range(2)
     )
     table = [3, 4, 5, 9, 8, 7, 20, 21, 22, 23]

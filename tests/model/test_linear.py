@@ -112,10 +112,10 @@ def test_a_chain_has_rows_of_one_dtype(kernels: KernelLibrary) -> None:
     with pytest.raises(ValueError, match="rows of one dtype"):
         LinearChain(kernels, [ChainLink(one, 0, 1), ChainLink(other, 1, 0)], (8, 8))
     buffers = ChainBuffers(1, (8, 8))
-    buffers.fill(0, 1)
+    buffers.allocate(0, 1)
     alone = LinearChain(kernels, [ChainLink(one, 0, 1)], (8, 8))
     with pytest.raises(ValueError, match="this chain computes in"):
-        alone(buffers, alone.scratch(1))
+        alone(buffers, alone.allocate_scratch(1))
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
@@ -235,11 +235,11 @@ def test_a_chain_gives_what_its_links_give_one_by_one(kernels: KernelLibrary, co
             torch.set_num_threads(threads)
             for buffers in (alone, together):
                 buffers[0] = random(count, 64)
-                buffers.fill(1, 2)
+                buffers.allocate(1, 2)
             for chain in (LinearChain(kernels, [link], widths) for link in links):
-                chain(alone, chain.scratch(count))
+                chain(alone, chain.allocate_scratch(count))
             whole = LinearChain(kernels, links, widths)
-            whole(together, whole.scratch(count))
+            whole(together, whole.allocate_scratch(count))
             assert torch.equal(alone[1], together[1]) and torch.equal(alone[2], together[2])
     finally:
         torch.set_num_threads(before)
@@ -263,7 +263,7 @@ def test_kernels_neither_read_nor_write_beside_their_buffers(
         plain = [random(count, inputs), torch.zeros(count, outputs).bfloat16(), random(count, outputs)]
         for index, tensor in enumerate(plain):
             buffers[index] = guards.put(tensor)
-        scratch = guards.put(torch.zeros(-(-chain.scratch(count).numel() // 4)))
+        scratch = guards.put(torch.zeros(-(-chain.allocate_scratch(count).numel() // 4)))
         chain(buffers, scratch)
         assert guards.intact()
         assert buffers[1].isfinite().all()
@@ -284,13 +284,13 @@ def test_heads_are_normalised_and_rotated_as_by_torch(
     rotated = LinearChain(kernels, [ChainLink(linear, 0, 1, rotary=rotary_heads)], (30, 140))
     rotary = RotaryEmbedding(RopeConfig("default", 1e4, rotary_dim, 512, 512), torch.bfloat16, torch.device("cpu"))
     for count in (1, 5, 40):
-        angles = rotary.angles(torch.arange(7, 7 + count))
+        angles = rotary.cos_sin(torch.arange(7, 7 + count))
         buffers = ChainBuffers(count, (30, 140))
         buffers[0] = random(count, 30)
-        buffers.fill(1)
-        LinearChain(kernels, [ChainLink(linear, 0, 1)], (30, 140))(buffers, rotated.scratch(count))
+        buffers.allocate(1)
+        LinearChain(kernels, [ChainLink(linear, 0, 1)], (30, 140))(buffers, rotated.allocate_scratch(count))
         heads = buffers[1].view(count, 7, 20).clone()
-        rotated(buffers, rotated.scratch(count), angles)
+        rotated(buffers, rotated.allocate_scratch(count), angles)
         queries, keys = heads[:, :3], heads[:, 3:5]
         if with_norms:
             queries, keys = norms[0](queries), norms[1](keys)
@@ -309,7 +309,7 @@ def test_heads_beside_their_angles_and_norms_stay_untouched(kernels: KernelLibra
     buffers = ChainBuffers(count, (30, 140))
     buffers[0], buffers[1] = guards.put(random(count, 30)), guards.put(random(count, 140))
     angles = tuple(guards.put(random(count, 1, 2, 6, seed=seed)) for seed in (1, 2))
-    chain(buffers, chain.scratch(count), (angles[0], angles[1]))
+    chain(buffers, chain.allocate_scratch(count), (angles[0], angles[1]))
     assert guards.intact() and buffers[1].isfinite().all()
     values = F.linear(buffers[0].float(), random(140, 30).float())[:, 100:]
     assert_near(buffers[1][:, 100:], values, 30**0.5)
@@ -371,19 +371,19 @@ def test_what_does_not_fit_a_kernel_is_refused(kernels: KernelLibrary) -> None:
     chain, buffers = LinearChain(kernels, [ChainLink(linear, 0, 1)], (6, 8)), ChainBuffers(3, (6, 8))
     buffers[0] = random(3, 6)
     with pytest.raises(ValueError, match="all to be filled"):
-        chain(buffers, chain.scratch(3))
-    buffers.fill(1)
+        chain(buffers, chain.allocate_scratch(3))
+    buffers.allocate(1)
     with pytest.raises(ValueError, match="too few for 3 rows"):
-        chain(buffers, chain.scratch(2))
+        chain(buffers, chain.allocate_scratch(2))
     rotated = LinearChain(
         kernels, [ChainLink(PackedLinear(kernels, random(12, 6)), 0, 1, rotary=links[3][0].rotary)], (6, 12)
     )
     buffers = ChainBuffers(3, (6, 12))
-    buffers.fill(0, 1)
+    buffers.allocate(0, 1)
     with pytest.raises(ValueError, match="without angles"):
-        rotated(buffers, rotated.scratch(3))
+        rotated(buffers, rotated.allocate_scratch(3))
     with pytest.raises(ValueError, match="cosine"):
-        rotated(buffers, rotated.scratch(3), (random(2, 1, 2, 2), random(3, 1, 2, 2)))
+        rotated(buffers, rotated.allocate_scratch(3), (random(2, 1, 2, 2), random(3, 1, 2, 2)))
 
 
 def test_unknown_variant_is_refused() -> None:

@@ -17,11 +17,11 @@ from headstart.model.kernels import memory
 from headstart.model.kernels.memory import AHEAD, HUGE
 from headstart.model.kv_writes import KVWrites, SlotSpan
 from headstart.model.packed_kv import PackedKV, PageWrites
-from headstart.model.paged_kv import KVShape, PagedKV
+from headstart.model.paged_kv import PagedKV, TokenKVShape
 
 CPU = torch.device("cpu")
 RUNNABLE = load.runnable_variants()
-pytestmark = pytest.mark.skipif(load.loaded_kernels() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(load.kernels_in_use() is None, reason="no compiled kernels here")
 
 
 @pytest.fixture(params=RUNNABLE)
@@ -34,7 +34,7 @@ def kernels(request: pytest.FixtureRequest) -> load.KernelLibrary:
 def pair(
     kernels: load.KernelLibrary, dim: int, dtype: torch.dtype, block_size: int, kv_heads: int = 3
 ) -> tuple[PackedKV, PagedKV]:
-    shape = KVShape(2, kv_heads, dim)
+    shape = TokenKVShape(2, kv_heads, dim)
     packed = PackedKV(kernels, shape, num_blocks=8, block_size=block_size, dtype=dtype)
     return packed, PagedKV(shape, num_blocks=8, block_size=block_size, dtype=dtype, device=CPU)
 
@@ -73,7 +73,7 @@ def test_the_pool_begins_where_a_huge_page_can_and_is_zero(kernels: load.KernelL
 
 def test_the_pool_takes_memory_as_its_blocks_are_written(kernels: load.KernelLibrary) -> None:
     """A pool of 1.5 GiB: nothing at first, then what is written, not a huge page of each layer and head."""
-    shape, process = KVShape(16, 3, 64), psutil.Process()
+    shape, process = TokenKVShape(16, 3, 64), psutil.Process()
     before = process.memory_info().rss
     packed = PackedKV(kernels, shape, num_blocks=8192, block_size=16, dtype=torch.bfloat16)
     assert packed.pool.nbytes == 1536 << 20
@@ -100,7 +100,7 @@ def pages_taken(packed: PackedKV) -> None:
 
 def test_a_step_takes_the_pages_of_the_next_blocks_and_a_load_none(kernels: load.KernelLibrary) -> None:
     """Only so many, from the last block that a step writes on, whatever is in them; those are there at a load."""
-    packed = PackedKV(kernels, KVShape(16, 3, 64), num_blocks=8192, block_size=16, dtype=torch.bfloat16)
+    packed = PackedKV(kernels, TokenKVShape(16, 3, 64), num_blocks=8192, block_size=16, dtype=torch.bfloat16)
     blocks = {block: bytes([block]) * packed.block_bytes for block in range(2, 102)}
     packed.write_block(1, bytes(packed.block_bytes))
     assert resident(packed) < 8 << 20
@@ -123,7 +123,7 @@ def test_a_system_that_takes_no_pages_ahead_takes_them_when_they_are_written(
     kernels: load.KernelLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "POPULATE_WRITE", 255)  # as before Linux 5.14
-    packed = PackedKV(kernels, KVShape(16, 3, 64), num_blocks=8192, block_size=16, dtype=torch.bfloat16)
+    packed = PackedKV(kernels, TokenKVShape(16, 3, 64), num_blocks=8192, block_size=16, dtype=torch.bfloat16)
     rows = torch.ones(1, 3, 64, dtype=torch.bfloat16)
     packed.write(0, rows, rows, token_writes([16]))
     pages_taken(packed)
@@ -196,7 +196,7 @@ def test_blocks_are_read_from_another_thread_while_others_are_written(kernels: l
 
 def test_tokens_that_share_words_are_written_by_two_threads_at_once(kernels: load.KernelLibrary) -> None:
     """A word holds the values of two tokens, which two threads of a step may write."""
-    packed = PackedKV(kernels, KVShape(1, 4, 64), num_blocks=2, block_size=16, dtype=torch.bfloat16)
+    packed = PackedKV(kernels, TokenKVShape(1, 4, 64), num_blocks=2, block_size=16, dtype=torch.bfloat16)
     elements, pages = packed.pool.reshape(-1).view(np.uint16), np.zeros((0, 2), np.int32)
     keys, values = torch.zeros(2, 4, 64).bfloat16(), torch.tensor([1.0, 2.0]).bfloat16()[:, None, None].expand(2, 4, 64)
     values, last = values.contiguous(), int(values.view(torch.int16)[1, 0, 0])

@@ -10,13 +10,13 @@ from model.paged import token_writes
 
 from headstart.core.cache.block_store import Data
 from headstart.model import paged_kv as kv_module
-from headstart.model.paged_kv import KVShape, PagedKV
+from headstart.model.paged_kv import PagedKV, TokenKVShape
 
 CPU = torch.device("cpu")
 
 
 def make(head_dim: int = 8, dtype: torch.dtype = torch.float32, num_kv_heads: int = 3) -> PagedKV:
-    return PagedKV(KVShape(2, num_kv_heads, head_dim), num_blocks=5, block_size=16, dtype=dtype, device=CPU)
+    return PagedKV(TokenKVShape(2, num_kv_heads, head_dim), num_blocks=5, block_size=16, dtype=dtype, device=CPU)
 
 
 def filled(kv: PagedKV) -> PagedKV:
@@ -58,9 +58,9 @@ def test_blocks_travel_as_their_slow_twins_say(num_kv_heads: int, head_dim: int,
     filled(source)
     for block in range(5):
         data = source.read_block(block)
-        assert len(data) == source.block_bytes and data == source.gather_block(block)
+        assert len(data) == source.block_bytes and data == source.read_block_in_torch(block)
         target.write_block(4 - block, data)
-        twin.scatter_block(4 - block, data)
+        twin.write_block_in_torch(4 - block, data)
     for found, due in zip(target.layers, twin.layers, strict=True):
         assert torch.equal(found.view(torch.uint8), due.view(torch.uint8))
 
@@ -103,7 +103,7 @@ def test_blocks_are_read_while_another_thread_writes_others() -> None:
 
 def test_blocks_are_read_on_the_host_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     kv = filled(make())
-    due = kv.gather_block(3)
+    due = kv.read_block_in_torch(3)
     monkeypatch.setattr(kv, "layers", None)
     monkeypatch.setattr(kv_module, "torch", None)
     assert kv.read_block(3) == due
@@ -136,7 +136,7 @@ def test_zeroing_clears_exactly_the_given_blocks() -> None:
 
 
 def test_the_pool_takes_memory_as_its_blocks_are_written() -> None:
-    shape, process = KVShape(16, 3, 64), psutil.Process()
+    shape, process = TokenKVShape(16, 3, 64), psutil.Process()
     before = process.memory_info().rss
     kv = PagedKV(shape, num_blocks=8192, block_size=16, dtype=torch.bfloat16, device=CPU)
     assert kv.block_bytes * kv.num_blocks == 1536 << 20

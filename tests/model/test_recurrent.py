@@ -49,7 +49,7 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tens
 def matrix_weights(shape: MixerShape, dtype: torch.dtype, kind: str) -> MixerWeights:
     heads = shape.num_value_heads
     rate, bias = -draw(heads, seed=2).exp(), draw(heads, seed=3)
-    norm = PackedNorm(1 + 0.1 * draw(shape.value_dim if kind == "delta" else shape.num_values, seed=4).to(dtype), 1e-6)
+    norm = PackedNorm(1 + 0.1 * draw(shape.value_dim if kind == "delta" else shape.value_width, seed=4).to(dtype), 1e-6)
     made = MixerWeights(draw(shape.conv_size, shape.num_channels, seed=1), rate, bias, norm)
     if kind == "delta":
         return made
@@ -58,7 +58,7 @@ def matrix_weights(shape: MixerShape, dtype: torch.dtype, kind: str) -> MixerWei
 
 def matrix_rows(shape: MixerShape, dtype: torch.dtype, kind: str) -> Tensor:
     rates = (2 if kind == "delta" else 1) * shape.num_value_heads
-    return draw(sum(LENGTHS), shape.num_channels + shape.num_values + rates, seed=5, dtype=dtype)
+    return draw(sum(LENGTHS), shape.num_channels + shape.value_width + rates, seed=5, dtype=dtype)
 
 
 def states_of(

@@ -52,7 +52,7 @@ def test_rotation_pairs_each_dimension_with_the_one_half_a_head_away(partial: fl
     rope = read_rope({"partial_rotary_factor": partial}, head_dim=8)
     rotary = RotaryEmbedding(rope, torch.float32, torch.device("cpu"))
     heads = torch.randn(3, 2, 8)
-    rotated = rotary.apply(heads, rotary.angles(torch.tensor([0, 1, 9])))
+    rotated = rotary.apply(heads, rotary.cos_sin(torch.tensor([0, 1, 9])))
     half = rope.rotary_dim // 2
     for row, position in enumerate((0, 1, 9)):
         for pair in range(half):

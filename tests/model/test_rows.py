@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from model.guarded import Guards
 
 from headstart.model.kernels.library import KernelLibrary, load_kernels, runnable_variants
-from headstart.model.kernels.rows import are_chunks_finite, row_argmax
+from headstart.model.kernels.rows import are_chunks_finite, row_argmax_and_max
 
 RUNNABLE = runnable_variants()
 DTYPES = [torch.bfloat16, torch.float32]
@@ -27,8 +27,8 @@ def kernels(request: pytest.FixtureRequest) -> KernelLibrary:
 
 
 def assert_like_torch(kernels: KernelLibrary, rows: torch.Tensor) -> None:
-    ids, values = row_argmax(kernels, rows)
-    expected_ids, expected = row_argmax(None, rows)
+    ids, values = row_argmax_and_max(kernels, rows)
+    expected_ids, expected = row_argmax_and_max(None, rows)
     for id, value, expected_id, expected_value in zip(ids, values, expected_ids, expected, strict=True):
         assert math.isnan(value) == math.isnan(expected_value)
         if not math.isnan(value):
@@ -62,7 +62,7 @@ def test_zeros_of_either_sign_are_equal_however_far_apart(kernels: KernelLibrary
     rows = torch.full((2, 3000), -1.0)
     rows[0, 5], rows[0, 2500] = -0.0, 0.0
     rows[1, 5], rows[1, 2500] = 0.0, -0.0
-    assert row_argmax(kernels, rows.to(dtype)) == ([5, 5], [0.0, 0.0])
+    assert row_argmax_and_max(kernels, rows.to(dtype)) == ([5, 5], [0.0, 0.0])
 
 
 def test_many_rows_are_shared_out(kernels: KernelLibrary) -> None:
@@ -84,4 +84,4 @@ def test_rows_that_are_not_there_are_refused(kernels: KernelLibrary) -> None:
     with pytest.raises(ValueError, match="of 2 rows"):
         are_chunks_finite(kernels, torch.zeros((2, 4), dtype=torch.bfloat16), np.array([0, 3], np.int32))
     with pytest.raises(ValueError, match="no greatest"):
-        row_argmax(kernels, torch.zeros((2, 0), dtype=torch.bfloat16))
+        row_argmax_and_max(kernels, torch.zeros((2, 0), dtype=torch.bfloat16))

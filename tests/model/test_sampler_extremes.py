@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headstart.apis.openapi import request_body_schema
 from headstart.core.batch import Chunk
 from headstart.core.request import SamplingParams
-from headstart.model.kernels.library import loaded_kernels
+from headstart.model.kernels.library import kernels_in_use
 from headstart.model.sampling.sampler import Sampler
 from headstart.openai.bounds import INT31_MAX
 from headstart.openai.generation_fields import MAX_BIAS, ChatFields
@@ -77,7 +77,7 @@ def test_a_token_comes_out_whatever_is_legal(
 ) -> None:
     logits = torch.tensor([values for _, values, _ in rows], dtype=torch.float32).to(dtype)
     logits.clamp_(torch.finfo(dtype).min, torch.finfo(dtype).max)  # rounding to bfloat16 may give an infinity
-    sampler = Sampler(VOCAB, kernels=loaded_kernels() if native else None)
+    sampler = Sampler(VOCAB, kernels=kernels_in_use() if native else None)
     chunks = [chunk_of(sampling, outputs, f"r{at}") for at, (sampling, _, outputs) in enumerate(rows)]
     for (sampling, _, _), row in zip(rows, sampler.sample(logits, chunks), strict=True):
         assert row.error is None and len(row.token_ids) == 1

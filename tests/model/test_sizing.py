@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from headstart.core.errors import ConfigError
-from headstart.model.setup.sizes import MemorySize, cpu_memory
+from headstart.model.setup.sizes import MemoryInfo, cpu_memory
 from headstart.model.setup.sizing import (
     GPU_CONTEXT_BYTES,
     KVPoolPlan,
     apply_threads,
     check_weights_fit,
-    checkpoint_bytes,
     device_memory,
+    explain_out_of_memory,
     gpu_budget,
     gpu_bytes_held,
+    loaded_weight_bytes,
     measure_gpu_peak,
     plan_kv_pool,
-    refuse_out_of_memory,
 )
 
 
@@ -110,9 +110,9 @@ def test_pool_never_takes_more_than_its_share_and_always_holds_one_sequence(
     assert (got.num_blocks - 1) * block_size >= length
 
 
-def gpu(total: float, free: float) -> MemorySize:
+def gpu(total: float, free: float) -> MemoryInfo:
     """A GPU with `total` and `free` GiB."""
-    return MemorySize(int(total * GIB), int(free * GIB), "GPU")
+    return MemoryInfo(int(total * GIB), int(free * GIB), "GPU")
 
 
 def test_pool_of_a_gpu_is_all_that_weights_and_buffers_leave_of_nine_tenths() -> None:
@@ -193,7 +193,7 @@ def test_weights_buffers_and_pool_never_exceed_the_share_nor_what_is_free(
     length: int,
     per_token: int,
 ) -> None:
-    found = MemorySize(total, max(total - held, 0), "GPU")
+    found = MemoryInfo(total, max(total - held, 0), "GPU")
     try:
         budget = gpu_budget(found, utilization, limit=limit, is_sized=bool(pool))
         got = plan(
@@ -217,7 +217,7 @@ def test_a_larger_share_or_a_smaller_profile_never_makes_the_pool_smaller(
     total: int, one: float, other: float, profile: int
 ) -> None:
     def blocks(utilization: float, profile_bytes: int) -> int:
-        budget = gpu_budget(MemorySize(total, total, "GPU"), utilization)
+        budget = gpu_budget(MemoryInfo(total, total, "GPU"), utilization)
         try:
             return plan(available_bytes=budget, gpu_profile_bytes=profile_bytes, max_model_len=2).num_blocks
         except ConfigError:
@@ -236,14 +236,14 @@ def test_a_gpu_out_of_memory_is_one_line_with_numbers_and_remedy(error: RuntimeE
         pytest.raises(
             ConfigError, match=r"^out of GPU memory while loading: .*3\.0 GiB of 8\.0 GiB.*; pray$"
         ) as caught,
-        refuse_out_of_memory("loading", "pray", gpu(8, 3)),
+        explain_out_of_memory("loading", "pray", gpu(8, 3)),
     ):
         raise error
     assert "\n" not in str(caught.value) and ("2.00 GiB" in str(caught.value)) is (error is ONE)
 
 
 def test_other_errors_of_torch_pass() -> None:
-    with pytest.raises(RuntimeError, match="shapes"), refuse_out_of_memory("loading", "pray", gpu(8, 3)):
+    with pytest.raises(RuntimeError, match="shapes"), explain_out_of_memory("loading", "pray", gpu(8, 3)):
         raise RuntimeError("shapes do not match")
 
 
@@ -260,18 +260,18 @@ def test_checkpoint_is_measured_by_its_headers(tmp_path: Path) -> None:
     save_file(
         {"b": torch.zeros(5), "c": torch.zeros(3, dtype=torch.int64)}, tmp_path / "two.safetensors", metadata={"x": "y"}
     )
-    assert checkpoint_bytes(tmp_path) == 200 + 20 + 24
-    assert checkpoint_bytes(tmp_path, dtype="float32") == 400 + 20 + 24
-    assert checkpoint_bytes(tmp_path, dtype="bfloat16") == 200 + 10 + 24
+    assert loaded_weight_bytes(tmp_path) == 200 + 20 + 24
+    assert loaded_weight_bytes(tmp_path, dtype="float32") == 400 + 20 + 24
+    assert loaded_weight_bytes(tmp_path, dtype="bfloat16") == 200 + 10 + 24
     with pytest.raises(ConfigError, match="dtype 'int3'"):
-        checkpoint_bytes(tmp_path, dtype="int3")
+        loaded_weight_bytes(tmp_path, dtype="int3")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\x10" + b"\0" * 7 + b"not json not json"])
 def test_damaged_checkpoint_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "bad.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match=r"bad\.safetensors"):
-        checkpoint_bytes(tmp_path)
+        loaded_weight_bytes(tmp_path)
 
 
 def test_memory_of_the_cpu_is_what_sizes_says() -> None:
@@ -296,6 +296,6 @@ def test_numbers_of_a_real_gpu_are_those_that_sizing_expects() -> None:
     assert gpu_bytes_held("cuda") == held
     with (
         pytest.raises(ConfigError, match=r"GPU memory while trying: .* was free at the start and .* more was needed"),
-        refuse_out_of_memory("trying", "pray", found),
+        explain_out_of_memory("trying", "pray", found),
     ):
         torch.empty(found.limit + 2**30, dtype=torch.uint8, device="cuda")

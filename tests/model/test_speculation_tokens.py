@@ -137,13 +137,13 @@ def test_a_planted_bug_is_caught(bug: str, loaded: LoadedModel, monkeypatch: pyt
     if bug == "draws again with the first number":
         monkeypatch.setattr(verification.VerifiedChunk, "extended_chunk", lambda self: self.chunk)
     else:
-        add = verification.VerifiedChunk.add
+        add = verification.VerifiedChunk.add_row
 
         def planted(self: verification.VerifiedChunk, row: RowResult) -> bool:
             going = add(self, row)
             self.first += not self.token_ids[1:] and going and self.first + 2 < self.chunk.num_logits
             return going
 
-        monkeypatch.setattr(verification.VerifiedChunk, "add", planted)
+        monkeypatch.setattr(verification.VerifiedChunk, "add_row", planted)
     with pytest.raises((AssertionError, IndexError)):
         compare(loaded, 1, 90, SpeculationConfig(7, 4, 1), blocks=14)

@@ -17,12 +17,12 @@ from headstart.model.attention.base import AttentionFunction
 from headstart.model.kernels.chain import ChainLink, ChainWorkspace, LinearChain
 from headstart.model.kernels.library import VARIABLE, find_kernels, runnable_variants
 from headstart.model.kernels.packed import PackedLinear
-from headstart.model.kernels.stack import Ahead, KernelKind, LayerStack
+from headstart.model.kernels.stack import HeadOutputs, KernelKind, LayerStack
 from headstart.model.layers.decoder import Decoder
 from headstart.model.layers.fused import FusedLayers
 from headstart.model.layers.hybrid_decoder import HybridDecoder
 from headstart.model.model_runner import ModelRunner
-from headstart.model.step_inputs import StepBounds, StepInputs, build_step_inputs
+from headstart.model.step_inputs import StepInputRanges, StepInputs, build_step_inputs
 from headstart.model.weights.model_loader import load_model
 
 RUNNABLE = runnable_variants()
@@ -49,7 +49,9 @@ def make_runner(folder: Path, family: str = "llama", **overrides: Any) -> tuple[
 
 
 def make_step(runner: ModelRunner, *chunks: Chunk) -> StepInputs:
-    bounds = StepBounds(runner.num_blocks, runner.block_size, runner.loaded.vocab_size, runner.loaded.max_model_len)
+    bounds = StepInputRanges(
+        runner.num_blocks, runner.block_size, runner.loaded.vocab_size, runner.loaded.max_model_len
+    )
     step, _, errors = build_step_inputs(Batch(chunks), bounds, runner.loaded.device)
     assert step is not None and not errors
     return step
@@ -76,9 +78,9 @@ def test_one_call_equals_one_per_layer(family: str, overrides: dict[str, Any], t
         chunks = [chunk(tokens, begin, end, table) for tokens, (begin, end), table in steps]
         with torch.inference_mode():
             step = make_step(runner, *chunks)
-            ahead = Ahead(step.qo_indptr)
-            whole = layers.forward(step, runner.attention.begin(step), ahead)
-            begun = other.attention.begin(make_step(other, *chunks))
+            ahead = HeadOutputs(step.qo_indptr)
+            whole = layers.forward(step, runner.attention.begin_step(step), ahead)
+            begun = other.attention.begin_step(make_step(other, *chunks))
             parts = layers.forward(make_step(other, *chunks), layer_by_layer(begun))
             logits = runner.loaded.model.logits(parts)
         assert whole.shape == parts.shape and torch.equal(whole, parts), ends
@@ -94,7 +96,7 @@ def test_tokens_outside_the_vocabulary_are_refused(token: int, tmp_path: Path) -
     step.token_ids[1] = token
     before = runner.read_block(1)
     with pytest.raises(ValueError, match=r"a token outside \[0, 128\)"):
-        layers.forward(step, runner.attention.begin(step))
+        layers.forward(step, runner.attention.begin_step(step))
     assert runner.read_block(1) == before
 
 
@@ -103,16 +105,16 @@ def test_positions_before_the_first_are_refused(tmp_path: Path) -> None:
     step = make_step(runner, chunk([5, 6], 0, 2, [1]))
     step.positions[0] = -1
     with pytest.raises(ValueError, match="a position outside"):
-        layers.forward(step, runner.attention.begin(step))
+        layers.forward(step, runner.attention.begin_step(step))
 
 
 def test_a_step_that_was_checked_against_a_larger_pool_is_checked_again(tmp_path: Path) -> None:
     runner, _ = make_runner(tmp_path)
-    bounds = StepBounds(runner.num_blocks + 1, runner.block_size, 128, 512)
+    bounds = StepInputRanges(runner.num_blocks + 1, runner.block_size, 128, 512)
     step, _, _ = build_step_inputs(Batch((chunk([5, 6], 0, 1, [runner.num_blocks]),)), bounds, torch.device("cpu"))
     assert step is not None
     with pytest.raises(ValueError, match="outside"):
-        runner.attention.begin(step)
+        runner.attention.begin_step(step)
 
 
 def test_a_decode_that_is_not_finite_fails_alone(tmp_path: Path) -> None:
@@ -134,8 +136,8 @@ def test_positions_far_behind_the_first_ones_are_rotated_too(tmp_path: Path) -> 
     with torch.inference_mode():
         for begin, end in ((0, 10), (10, 2190), (2190, 2200)):  # positions below 1,024, then far above
             step = make_step(wide, chunk(tokens, begin, end, table))
-            whole = layers.forward(step, wide.attention.begin(step)).clone()
-            parts = layers.forward(step, layer_by_layer(other.attention.begin(step)))
+            whole = layers.forward(step, wide.attention.begin_step(step)).clone()
+            parts = layers.forward(step, layer_by_layer(other.attention.begin_step(step)))
             assert torch.equal(whole, parts)
 
 
@@ -144,9 +146,9 @@ def test_more_threads_than_at_the_last_step_find_memory(tmp_path: Path) -> None:
     step, before = make_step(runner, chunk([5, 6], 0, 2, [1])), torch.get_num_threads()
     try:
         with torch.inference_mode():
-            alone = layers.forward(step, runner.attention.begin(step)).clone()
+            alone = layers.forward(step, runner.attention.begin_step(step)).clone()
             torch.set_num_threads(before + 2)
-            assert torch.equal(layers.forward(step, runner.attention.begin(step)), alone)
+            assert torch.equal(layers.forward(step, runner.attention.begin_step(step)), alone)
     finally:
         torch.set_num_threads(before)
 
@@ -184,15 +186,15 @@ def test_one_call_of_a_hybrid_equals_one_per_mixer(
             inputs = make_step(runner, *chunks)
             assert runner.states is not None
             inputs = replace(inputs, states=runner.states.begin(chunks, inputs.qo_indptr))
-            ahead = Ahead(inputs.qo_indptr)
+            ahead = HeadOutputs(inputs.qo_indptr)
             with torch.inference_mode():
-                hidden = loaded.model.forward(inputs, wrapped(runner.attention.begin(inputs)), ahead).clone()
+                hidden = loaded.model.forward(inputs, wrapped(runner.attention.begin_step(inputs)), ahead).clone()
                 logits.append(loaded.model.logits(hidden) if ahead.logits is None else ahead.logits)
             found.append(hidden)
             assert ahead.finite == ([True, True] if runner is whole else None), ends
         assert torch.equal(*found) and torch.equal(*logits) and len(calls) == step + 1, ends
         for name, (_, end) in zip("ab", ends, strict=True):
-            assert torch.equal(whole.states.of(name, end), parts.states.of(name, end)), ends
+            assert torch.equal(whole.states.state_of(name, end), parts.states.state_of(name, end)), ends
     for block in range(1, 11):
         assert whole.read_block(block) == parts.read_block(block)
 
@@ -213,6 +215,6 @@ def test_a_stack_refuses_a_wrong_number_of_arguments_and_foreign_memory() -> Non
     embedding = torch.zeros(4, 8, dtype=torch.bfloat16)
     stack = LayerStack(kernels, [[chain], [chain]], [[(KernelKind.GATE, 0)]], embedding, chain, stream=0)
     with pytest.raises(ValueError, match="0 arguments for 1 kernels"):
-        stack(*ChainWorkspace([chain]).of(1), [])
+        stack(*ChainWorkspace([chain]).buffers_for_rows(1), [])
     with pytest.raises(ValueError, match="this chain needs"):
-        stack(*ChainWorkspace([wide]).of(1), [])
+        stack(*ChainWorkspace([wide]).buffers_for_rows(1), [])

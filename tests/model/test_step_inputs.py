@@ -11,10 +11,10 @@ from model.paged import chunk
 
 from headstart.core.batch import Batch, Chunk
 from headstart.model import step_inputs
-from headstart.model.kernels.library import KernelLibrary, find_kernels, loaded_kernels
-from headstart.model.step_inputs import StepBounds, build_step_inputs
+from headstart.model.kernels.library import KernelLibrary, find_kernels, kernels_in_use
+from headstart.model.step_inputs import StepInputRanges, build_step_inputs
 
-BOUNDS = StepBounds(num_blocks=20, block_size=4, vocab_size=100, max_positions=32)
+BOUNDS = StepInputRanges(num_blocks=20, block_size=4, vocab_size=100, max_positions=32)
 CPU = torch.device("cpu")
 
 
@@ -104,7 +104,7 @@ def batches(draw: st.DrawFn) -> list[Chunk]:
 
 @given(batches(), st.booleans())
 def test_a_step_is_its_chunks_one_after_the_other(chunks: list[Chunk], by_kernels: bool) -> None:
-    step, kept, errors = build_step_inputs(Batch(tuple(chunks)), BOUNDS, CPU, loaded_kernels() if by_kernels else None)
+    step, kept, errors = build_step_inputs(Batch(tuple(chunks)), BOUNDS, CPU, kernels_in_use() if by_kernels else None)
     assert step is not None and kept == list(range(len(chunks))) and errors == {}
     written: list[tuple[int, int]] = []
     for index, one in enumerate(chunks):

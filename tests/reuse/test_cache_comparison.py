@@ -98,7 +98,7 @@ def test_changes_have_their_names_in_both_dialects(
     assert told["cache_missed_tokens"] == found.num_tokens - found.num_common // 16 * 16
     shown = anthropic_diagnostics(found, 16)
     assert shown is not None and shown["cache_miss_reason"]["type"] == anthropic
-    assert shown["cache_miss_reason"]["cache_missed_input_tokens"] == found.num_lost(16) > 0
+    assert shown["cache_miss_reason"]["cache_missed_input_tokens"] == found.num_lost_to_change(16) > 0
 
 
 def test_changes_without_a_name_in_a_dialect_are_unavailable_there() -> None:
@@ -138,7 +138,7 @@ def test_nothing_is_told_about_prompts_of_another_salt() -> None:
 def test_an_earlier_prompt_that_was_not_published_is_named() -> None:
     found = compare(([RULES, ASKED], params(cache=CacheMode.READ_ONLY)), ([RULES, ASKED, ANSWER], params()))
     assert found.change is PromptChangeKind.NOT_PUBLISHED
-    assert CacheDiagnosis(found, 16, 0, 0).own()["cause"] == "not_published"
+    assert CacheDiagnosis(found, 16, 0, 0).cache_diagnostics_json()["cause"] == "not_published"
 
 
 @pytest.mark.parametrize(("cached", "evicted", "result", "cause", "openai"), [
@@ -152,7 +152,7 @@ def test_what_was_really_cached_decides_about_a_continued_prompt(
     found = compare(([RULES, ASKED], params()), ([RULES, ASKED, ANSWER, MORE], params()))
     assert found.num_common // 16 * 16 <= 368
     told = CacheDiagnosis(found, 16, found.num_common // 16 * 16 if cached else 0, evicted)
-    assert (told.own()["result"], told.cause, told.openai_json()["type"]) == (result, cause, openai)
+    assert (told.cache_diagnostics_json()["result"], told.cause, told.openai_json()["type"]) == (result, cause, openai)
 
 
 def test_a_changed_prompt_that_another_request_had_cached_is_a_hit() -> None:

@@ -17,7 +17,7 @@ from headstart.reuse.causes import CAUSES
 from headstart.reuse.log_report import lint_report
 from headstart.reuse.logged_prompt import LoggedMessage, LoggedPrompt, parse_log
 from headstart.reuse.miss_ratios import miss_ratios
-from headstart.reuse.prompt_changes import changes_between_prompts
+from headstart.reuse.prompt_changes import compare_logged_prompts
 from headstart.reuse.text_changes import text_changes
 from headstart_lab.prompts.lint_rates import causes, clean_blamed, pair_rate, report, single_rates
 from headstart_lab.prompts.prompt_mistakes import ENGINE_MISTAKES, MISTAKES, clean_log, in_place_log, log_with
@@ -131,7 +131,7 @@ TEXTS = st.lists(
 @given(TEXTS.map("".join), TEXTS.map("".join))
 def test_equal_text_is_never_longer_than_the_text(this: str, that: str) -> None:
     found = text_changes(this, that)
-    assert 0 <= found.num_before <= len(this) + 1 and found.num_same <= len(this) + 1
+    assert 0 <= found.num_before <= len(this) + 1 and found.num_same_chars <= len(this) + 1
     assert all(change.num_same >= 0 and change.kind in {*CAUSES, "other"} for change in found.changes)
     assert bool(found.changes) == (this != that)
 
@@ -140,7 +140,7 @@ def test_equal_text_is_never_longer_than_the_text(this: str, that: str) -> None:
 @given(st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), TEXTS.map("".join)), max_size=5))
 def test_a_prompt_differs_from_itself_in_nothing(messages: list[tuple[str, str]]) -> None:
     prompt = LoggedPrompt(1, ("{}",), tuple(LoggedMessage(role, text) for role, text in messages))
-    assert changes_between_prompts(prompt, prompt).changes == []
+    assert compare_logged_prompts(prompt, prompt).changes == []
 
 
 JSON = st.recursive(

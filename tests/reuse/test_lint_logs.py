@@ -17,7 +17,7 @@ from headstart.reuse.logged_prompt import (
     NOT_STORED,
     REDACTED,
     VLLM_HIDDEN,
-    TokenIdPrompt,
+    IdTracePrompt,
     parse_log,
     parse_log_line,
     split_rendered_prompt,
@@ -311,7 +311,7 @@ def test_the_report_of_ids_says_what_is_continued_and_what_is_left() -> None:
     paths = [[1, 2], [1, 2, 3], [1, 9, 9, 9], [1, 2, 3, 4]]
     sessions = ["a", "a", "a", "b"]
     prompts = [
-        TokenIdPrompt(line, ids, 64 * len(ids) - 3, 64, session=session)
+        IdTracePrompt(line, ids, 64 * len(ids) - 3, 64, session=session)
         for line, (ids, session) in enumerate(zip(paths, sessions, strict=True), 1)
     ]
     found = id_trace_report(prompts)

@@ -47,7 +47,7 @@ def pass_through(shadow: ApproximateIndex, chain: list[BlockHash], real: RealCac
     """Serves a chain without the check."""
     hold = shadow.record_sent(chain)
     cached = hold.hit if real is None else real.serve(chain)
-    shadow.record_computed(hold)
+    shadow.record_prefilled(hold)
     shadow.on_hit_reported(hold, cached)
     shadow.record_finished(hold, chain)
     return hold.hit, cached
@@ -61,24 +61,24 @@ def serve_all(shadow: ApproximateIndex, chains: Iterable[list[BlockHash]]) -> No
 def test_what_was_sent_is_believed_to_be_there() -> None:
     shadow = ApproximateIndex(8)
     serve(shadow, names(1, 2))
-    assert shadow.match(names(1, 2, 3)) == 2
-    assert shadow.match(names(1, 4)) == 1
-    assert shadow.match(names(4, 2)) == 0
+    assert shadow.num_cached_prefix_blocks(names(1, 2, 3)) == 2
+    assert shadow.num_cached_prefix_blocks(names(1, 4)) == 1
+    assert shadow.num_cached_prefix_blocks(names(4, 2)) == 0
 
 
 def test_a_chain_loses_its_tail_before_its_head() -> None:
     shadow = ApproximateIndex(4)
     serve_all(shadow, (names(1, 2, 3), names(5, 6)))
-    assert shadow.match(names(1, 2, 3)) == 2
+    assert shadow.num_cached_prefix_blocks(names(1, 2, 3)) == 2
 
 
 def test_blocks_of_requests_under_way_are_not_evicted() -> None:
     shadow = ApproximateIndex(4)
     hold = shadow.record_sent(names(1, 2, 3))
     serve(shadow, names(5, 6))
-    assert shadow.match(names(1, 2, 3)) == 3
-    assert shadow.match(names(5, 6)) == 1  # there was room for one block
-    shadow.record_computed(hold)
+    assert shadow.num_cached_prefix_blocks(names(1, 2, 3)) == 3
+    assert shadow.num_cached_prefix_blocks(names(5, 6)) == 1  # there was room for one block
+    shadow.record_prefilled(hold)
     shadow.record_finished(hold, names(1, 2, 3))
     shadow.check()
 
@@ -86,11 +86,11 @@ def test_blocks_of_requests_under_way_are_not_evicted() -> None:
 def test_learning_at_the_response_believes_nothing_before() -> None:
     shadow = ApproximateIndex(8, at_pick=False)
     hold = shadow.record_sent(names(1, 2))
-    assert shadow.match(names(1, 2)) == 0
+    assert shadow.num_cached_prefix_blocks(names(1, 2)) == 0
     twin = shadow.record_sent(names(1, 2))
-    shadow.record_computed(hold)
-    assert shadow.match(names(1, 2)) == 2
-    shadow.record_computed(twin)
+    shadow.record_prefilled(hold)
+    assert shadow.num_cached_prefix_blocks(names(1, 2)) == 2
+    shadow.record_prefilled(twin)
     for one in (hold, twin):
         shadow.record_finished(one, names(1, 2))
     assert len(shadow) == 2
@@ -100,9 +100,9 @@ def test_learning_at_the_response_believes_nothing_before() -> None:
 def test_what_was_generated_is_there_too() -> None:
     shadow = ApproximateIndex(8)
     hold = shadow.record_sent(names(1))
-    shadow.record_computed(hold)
+    shadow.record_prefilled(hold)
     shadow.record_finished(hold, names(1, 2))
-    assert shadow.match(names(1, 2, 3)) == 2
+    assert shadow.num_cached_prefix_blocks(names(1, 2, 3)) == 2
 
 
 def test_a_request_that_failed_leaves_nothing_that_it_was_to_compute() -> None:
@@ -111,9 +111,9 @@ def test_a_request_that_failed_leaves_nothing_that_it_was_to_compute() -> None:
     hold = shadow.record_sent(names(1, 2, 3))
     twin = shadow.record_sent(names(1, 2))
     shadow.record_failed(hold)
-    assert shadow.match(names(1, 2, 3)) == 2  # its twin is still to compute the second
+    assert shadow.num_cached_prefix_blocks(names(1, 2, 3)) == 2  # its twin is still to compute the second
     shadow.record_failed(twin)
-    assert shadow.match(names(1, 2, 3)) == 1
+    assert shadow.num_cached_prefix_blocks(names(1, 2, 3)) == 1
     shadow.record_failed(twin)
     shadow.check()
 
@@ -123,7 +123,7 @@ def test_what_a_failed_request_has_probably_computed_is_not_dropped_with_another
     shadow = ApproximateIndex(8)
     shadow.record_failed(shadow.record_sent(names(1, 2, 3)), num_kept=2)
     shadow.record_failed(shadow.record_sent(names(1, 5)))
-    assert [shadow.match(names(1, 2, 3), near=near) for near in range(4)] == [2] * 4
+    assert [shadow.num_cached_prefix_blocks(names(1, 2, 3), near=near) for near in range(4)] == [2] * 4
     serve(shadow, names(1, 2, 3))
 
 
@@ -134,7 +134,7 @@ def test_what_a_request_without_space_has_computed_is_not_dropped_with_one_that_
     later = shadow.record_sent(names(1))
     shadow.record_finished(waiting, names(1, 2))
     shadow.record_failed(later)
-    assert [shadow.match(names(1, 2), near=near) for near in range(3)] == [2] * 3
+    assert [shadow.num_cached_prefix_blocks(names(1, 2), near=near) for near in range(3)] == [2] * 3
 
 
 def test_a_twin_that_came_too_early_does_not_make_it_believe_in_evictions() -> None:
@@ -142,19 +142,19 @@ def test_a_twin_that_came_too_early_does_not_make_it_believe_in_evictions() -> N
     serve_all(shadow, (names(7), names(8)))
     leader, twin = shadow.record_sent(names(1, 2)), shadow.record_sent(names(1, 2))
     assert twin.hit == 2 and twin.sure == 0
-    shadow.record_computed(leader)
+    shadow.record_prefilled(leader)
     shadow.on_hit_reported(twin, 0)
     assert shadow.num_trims == shadow.num_flushes == 0
-    assert shadow.match(names(7)) == shadow.match(names(8)) == 1
+    assert shadow.num_cached_prefix_blocks(names(7)) == shadow.num_cached_prefix_blocks(names(8)) == 1
 
 
 def test_what_is_older_than_a_missing_block_is_gone_too() -> None:
     shadow = ApproximateIndex(8)
     serve_all(shadow, (names(number) for number in range(1, 9)))
     hold = shadow.record_sent(names(4))
-    shadow.record_computed(hold)
+    shadow.record_prefilled(hold)
     shadow.on_hit_reported(hold, 0)
-    assert [shadow.match(names(number)) for number in range(1, 9)] == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert [shadow.num_cached_prefix_blocks(names(number)) for number in range(1, 9)] == [0, 0, 0, 1, 1, 1, 1, 1]
     assert shadow.num_trims == 1 and shadow.num_flushes == 0
 
 
@@ -162,11 +162,11 @@ def test_what_hangs_on_a_missing_block_is_gone_with_it() -> None:
     shadow = ApproximateIndex(16)
     serve_all(shadow, (names(9), names(1, 2, 3, 4), *(names(number) for number in range(20, 28))))
     hold = shadow.record_sent(names(1, 2))
-    shadow.record_computed(hold)
+    shadow.record_prefilled(hold)
     shadow.on_hit_reported(hold, 1)
     assert shadow.num_trims == 1
-    assert shadow.match(names(1, 2, 3, 4)) == 2
-    assert shadow.match(names(20)) == shadow.match(names(27)) == 1
+    assert shadow.num_cached_prefix_blocks(names(1, 2, 3, 4)) == 2
+    assert shadow.num_cached_prefix_blocks(names(20)) == shadow.num_cached_prefix_blocks(names(27)) == 1
 
 
 def test_a_missing_block_says_how_much_the_cache_really_holds() -> None:
@@ -201,11 +201,11 @@ def test_an_emptied_cache_is_noticed_by_one_request() -> None:
     shadow = ApproximateIndex(64)
     serve_all(shadow, (names(number, number + 100) for number in range(10)))
     hold = shadow.record_sent(names(9, 109))
-    shadow.record_computed(hold)
+    shadow.record_prefilled(hold)
     shadow.on_hit_reported(hold, 0)
     assert shadow.num_flushes == 1
-    assert [shadow.match(names(number)) for number in range(9)] == [0] * 9
-    assert shadow.match(names(9, 109)) == 2 and shadow.capacity == 64
+    assert [shadow.num_cached_prefix_blocks(names(number)) for number in range(9)] == [0] * 9
+    assert shadow.num_cached_prefix_blocks(names(9, 109)) == 2 and shadow.capacity == 64
     shadow.record_finished(hold, names(9, 109))
     shadow.check()
 
@@ -214,13 +214,13 @@ def test_requests_sent_before_a_flush_was_noticed_say_nothing_new() -> None:
     shadow = ApproximateIndex(64)
     serve_all(shadow, (names(number) for number in range(10)))
     first, second = shadow.record_sent(names(8, 80)), shadow.record_sent(names(9, 90))
-    shadow.record_computed(first)
+    shadow.record_prefilled(first)
     shadow.on_hit_reported(first, 0)
     shadow.record_finished(first, first.block_hashes)  # computed after the flush
-    shadow.record_computed(second)
+    shadow.record_prefilled(second)
     shadow.on_hit_reported(second, 0)
     assert shadow.num_flushes == 1
-    assert shadow.match(names(8, 80)) == 2 and shadow.match(names(7)) == 0
+    assert shadow.num_cached_prefix_blocks(names(8, 80)) == 2 and shadow.num_cached_prefix_blocks(names(7)) == 0
 
 
 def test_blocks_that_the_request_computes_itself_do_not_speak_against_a_flush() -> None:
@@ -228,7 +228,7 @@ def test_blocks_that_the_request_computes_itself_do_not_speak_against_a_flush() 
     chain = names(*range(12))
     serve_all(shadow, (names(90), chain, names(91)))
     hold = shadow.record_sent(chain)
-    shadow.record_computed(hold)
+    shadow.record_prefilled(hold)
     shadow.on_hit_reported(hold, 0)
     assert (shadow.num_flushes, shadow.num_trims, shadow.capacity) == (1, 0, 16)
 
@@ -238,10 +238,10 @@ def test_a_chain_of_which_most_is_there_was_not_emptied() -> None:
     chain = names(*range(10))
     serve_all(shadow, (*(names(number) for number in range(100, 140)), chain))
     hold = shadow.record_sent(chain)
-    shadow.record_computed(hold)
+    shadow.record_prefilled(hold)
     shadow.on_hit_reported(hold, 8)
     assert (shadow.num_flushes, shadow.num_trims) == (0, 1)
-    assert [shadow.match(names(number)) for number in range(100, 140)] == [0] * 8 + [1] * 32
+    assert [shadow.num_cached_prefix_blocks(names(number)) for number in range(100, 140)] == [0] * 8 + [1] * 32
 
 
 def test_what_was_missing_before_says_what_is_lately() -> None:
@@ -250,7 +250,7 @@ def test_what_was_missing_before_says_what_is_lately() -> None:
     serve_all(shadow, (names(number, 0, 0) for number in range(700)))
     for number, num_trims in ((100, 1), (300, 2), (450, 3)):  # the last: 750 used since, less than a quarter of 4,096
         hold = shadow.record_sent(names(number, 0, 0))
-        shadow.record_computed(hold)
+        shadow.record_prefilled(hold)
         shadow.on_hit_reported(hold, 0)
         shadow.record_finished(hold, hold.block_hashes)
         assert (shadow.num_trims, shadow.num_flushes) == (num_trims, 0)
@@ -263,7 +263,7 @@ def test_a_guessed_size_is_replaced_at_once_and_a_reported_one_slowly() -> None:
             pass_through(shadow, names(number))  # a check each would take long
         shadow.check()
         hold = shadow.record_sent(names(400))
-        shadow.record_computed(hold)
+        shadow.record_prefilled(hold)
         shadow.on_hit_reported(hold, 0)
         kept = 4599
         assert shadow.capacity == (UNKNOWN_BLOCKS - 4 if told else UNKNOWN_BLOCKS - (UNKNOWN_BLOCKS - kept) // 2)
@@ -274,13 +274,13 @@ def test_a_chain_for_which_there_never_was_room_makes_it_grow_by_all_of_it() -> 
     shadow._blocks.resize(16)
     chain = names(*range(40))
     assert serve(shadow, chain, RealCache(64)) == (0, 0)
-    assert shadow.match(chain) == 16
+    assert shadow.num_cached_prefix_blocks(chain) == 16
     hold = shadow.record_sent(chain)
-    shadow.record_computed(hold)
+    shadow.record_prefilled(hold)
     shadow.on_hit_reported(hold, 40)
     assert shadow.capacity == 40
     shadow.record_finished(hold, chain)
-    assert shadow.match(chain) == 40
+    assert shadow.num_cached_prefix_blocks(chain) == 40
     shadow.check()
 
 
@@ -290,7 +290,7 @@ def test_a_block_that_went_in_a_flush_and_is_there_says_that_the_cache_is_small(
     serve_all(shadow, (names(number) for number in range(40)))
     for number, cached in ((10, 0), (30, is_there)):  # 11 to 39 were used after 10
         hold = shadow.record_sent(names(number))
-        shadow.record_computed(hold)
+        shadow.record_prefilled(hold)
         shadow.on_hit_reported(hold, int(cached))
         shadow.record_finished(hold, hold.block_hashes)
     assert shadow.num_flushes == 1
@@ -305,10 +305,10 @@ def test_a_report_that_is_off_by_little_moves_little() -> None:
     chain = names(*range(20))
     serve_all(shadow, (*(names(number) for number in range(100, 120)), chain, *(names(n) for n in range(200, 220))))
     hold = shadow.record_sent(chain)
-    shadow.record_computed(hold)
+    shadow.record_prefilled(hold)
     shadow.on_hit_reported(hold, 19)
     assert shadow.num_trims == 1 and shadow.capacity == 64 - 4
-    there = [shadow.match(names(number)) for number in range(100, 120)]
+    there = [shadow.num_cached_prefix_blocks(names(number)) for number in range(100, 120)]
     assert there == [0] * 4 + [1] * 16
 
 
@@ -325,7 +325,7 @@ def test_without_correction_it_believes_what_it_believed() -> None:
     serve_all(shadow, (names(1), names(2)))
     hold = shadow.record_sent(names(2))
     shadow.on_hit_reported(hold, 0)
-    assert shadow.match(names(1)) == 1
+    assert shadow.num_cached_prefix_blocks(names(1)) == 1
 
 
 def test_clearing_forgets_all_and_requests_under_way_are_taken_in_when_they_answer() -> None:
@@ -335,8 +335,8 @@ def test_clearing_forgets_all_and_requests_under_way_are_taken_in_when_they_answ
     shadow.clear()
     assert len(shadow) == 0
     shadow.record_failed(lost)
-    shadow.record_computed(hold)
-    assert shadow.match(names(1, 2)) == 2
+    shadow.record_prefilled(hold)
+    assert shadow.num_cached_prefix_blocks(names(1, 2)) == 2
     shadow.record_finished(hold, names(1, 2))
     shadow.record_finished(hold, names(1, 2))
     shadow.check()
@@ -389,7 +389,7 @@ def test_whatever_happens_a_block_is_there_only_with_all_before_it(
             under_way.append(shadow.record_sent(names(*chain)))
         elif kind == 1:
             hold = under_way[which % len(under_way)]
-            shadow.record_computed(hold)
+            shadow.record_prefilled(hold)
             shadow.on_hit_reported(hold, min(which, len(hold.block_hashes)))
         elif kind == 2:
             hold = under_way.pop(which % len(under_way))
@@ -407,7 +407,7 @@ def test_whatever_happens_a_block_is_there_only_with_all_before_it(
         for first in range(4):
             full = names(first, *chain)
             contains = [shadow._blocks.pool.contains(name) for name in full]
-            assert shadow.match(full) == sum(1 for _ in takewhile(bool, contains)) == sum(contains)
+            assert shadow.num_cached_prefix_blocks(full) == sum(1 for _ in takewhile(bool, contains)) == sum(contains)
         assert shadow.num_unclaimed_blocks <= shadow.capacity
     for hold in under_way:
         shadow.record_finished(hold, hold.block_hashes)
@@ -421,7 +421,7 @@ def test_blocks_that_requests_in_flight_hold_or_wait_for_are_claimed() -> None:
     second = shadow.record_sent(names(1, 2, 5, 6))  # shares two blocks, and has space for one
     assert shadow.num_unclaimed_blocks == -1
     shadow.record_finished(first, names(1, 2, 3))
-    shadow.record_computed(second)
+    shadow.record_prefilled(second)
     assert shadow.num_unclaimed_blocks == 0
     shadow.record_finished(second, names(1, 2, 5, 6))
     assert shadow.num_unclaimed_blocks == 4
@@ -431,17 +431,17 @@ def test_blocks_that_requests_in_flight_hold_or_wait_for_are_claimed() -> None:
 def test_new_blocks_cost_nothing_while_there_is_room() -> None:
     shadow = ApproximateIndex(8)
     serve_all(shadow, [names(1, 2), names(1, 2, 3), names(1, 2, 4)])
-    assert shadow.eviction_loss(4) == 0.0
-    assert shadow.eviction_loss(5) > 0.0
+    assert shadow.expected_lost_blocks(4) == 0.0
+    assert shadow.expected_lost_blocks(5) > 0.0
 
 
 def test_what_is_used_again_and_again_is_a_loss_and_what_was_used_once_hardly() -> None:
     hot, cold = ApproximateIndex(6), ApproximateIndex(6)
     serve_all(hot, [names(1, 2), names(3, 4), names(1, 2), names(3, 4), names(1, 2), names(5, 6), names(3, 4)])
     serve_all(cold, [names(2 * i, 2 * i + 1) for i in range(8)])
-    assert cold.eviction_loss(4) == 0.0  # nothing came back so far
-    assert 1.0 < hot.eviction_loss(4) <= 4.0
-    assert hot.eviction_loss(2) < hot.eviction_loss(4) <= hot.eviction_loss(6)
+    assert cold.expected_lost_blocks(4) == 0.0  # nothing came back so far
+    assert 1.0 < hot.expected_lost_blocks(4) <= 4.0
+    assert hot.expected_lost_blocks(2) < hot.expected_lost_blocks(4) <= hot.expected_lost_blocks(6)
 
 
 def test_a_burst_that_is_over_is_a_smaller_loss_than_a_prefix_that_came_as_often_at_its_pace() -> None:
@@ -449,7 +449,7 @@ def test_a_burst_that_is_over_is_a_smaller_loss_than_a_prefix_that_came_as_often
     for i in range(20):
         serve(paced, names(1, 2) if i % 5 == 0 else names(10 + i))
         serve(burst, names(1, 2) if i < 4 else names(10 + i))
-    now_evicts = [shadow.eviction_loss(32 - len(shadow) + 18) for shadow in (paced, burst)]
+    now_evicts = [shadow.expected_lost_blocks(32 - len(shadow) + 18) for shadow in (paced, burst)]
     assert now_evicts[1] < now_evicts[0]
 
 
@@ -457,8 +457,8 @@ def test_a_burst_that_is_over_is_a_smaller_loss_than_a_prefix_that_came_as_often
 def test_a_loss_is_never_more_than_what_goes(chains: list[list[int]], num: int) -> None:
     shadow = ApproximateIndex(8)
     serve_all(shadow, [names(*chain) for chain in chains])
-    assert 0.0 <= shadow.eviction_loss(num) <= max(num - (8 - len(shadow)), 0) + 1e-9
-    assert shadow.eviction_loss(num) <= 8
+    assert 0.0 <= shadow.expected_lost_blocks(num) <= max(num - (8 - len(shadow)), 0) + 1e-9
+    assert shadow.expected_lost_blocks(num) <= 8
 
 
 @given(
@@ -484,16 +484,16 @@ def test_a_loss_that_was_worked_out_before_is_no_other_than_a_new_one(
         elif holds:
             hold = holds[number % len(holds)]
             if what == "computed":
-                shadow.record_computed(hold)
+                shadow.record_prefilled(hold)
             elif what == "observed":
                 shadow.on_hit_reported(hold, min(number, len(hold.block_hashes)))
             elif what == "finished":
                 shadow.record_finished(hold, hold.block_hashes)
             else:
                 shadow.record_failed(hold)
-        known = [shadow.eviction_loss(count) for count in range(12)]
+        known = [shadow.expected_lost_blocks(count) for count in range(12)]
         shadow._blocks._worth = None
-        assert [shadow.eviction_loss(count) for count in range(12)] == known
+        assert [shadow.expected_lost_blocks(count) for count in range(12)] == known
 
 
 @given(
@@ -504,6 +504,6 @@ def test_a_loss_does_not_depend_on_the_losses_asked_before(chains: list[list[int
     for shadow in (asked, *fresh):
         for chain in chains:
             serve(shadow, names(*chain))
-    assert [asked.eviction_loss(size) for size in sizes] == [
-        one.eviction_loss(size) for one, size in zip(fresh, sizes, strict=True)
+    assert [asked.expected_lost_blocks(size) for size in sizes] == [
+        one.expected_lost_blocks(size) for one, size in zip(fresh, sizes, strict=True)
     ]

@@ -63,11 +63,11 @@ class Twins:
         assert one.describe() == other.describe() and one.num_unclaimed_blocks == other.num_unclaimed_blocks
         for chain in chains:
             near = rng.randrange(len(chain) + 1)
-            assert one.match(chain, near=near) == other.match(chain)
-            assert one.count_held(chain) == other.count_held(chain)
+            assert one.num_cached_prefix_blocks(chain, near=near) == other.num_cached_prefix_blocks(chain)
+            assert one.count_held_and_prefix(chain) == other.count_held_and_prefix(chain)
             assert all((block in one) == (block in other) for block in chain)
         for num in (1, 3, 70):
-            assert one.eviction_loss(num) == other.eviction_loss(num)
+            assert one.expected_lost_blocks(num) == other.expected_lost_blocks(num)
 
 
 @needs_pools
@@ -182,6 +182,6 @@ def test_a_replaced_pool_is_freed_in_slices() -> None:
     index.record_finished(index.record_sent(chain), chain)
     index.clear()
     freed = 0
-    while num := index.free(1_000):
+    while num := index.dismantle_some(1_000):
         freed += num
     assert freed >= 10_000 and len(index) == 0

@@ -122,9 +122,9 @@ def test_a_replay_shows_that_the_publisher_is_another_one() -> None:
     feed = started(replays=True)
     feed.offer(1, batch(1))
     assert feed.offer(5, batch(5, "second")) == DueBatches(False, [])  # not known yet
-    assert feed.position == 2
+    assert feed.next_batch_number == 2
     assert feed.offer(1, batch(1, "second"), replayed=True) == DueBatches(True, [])
-    assert feed.num_restarts == 1 and feed.position == 0
+    assert feed.num_restarts == 1 and feed.next_batch_number == 0
     for number in range(5):
         assert feed.offer(number, batch(number, "second"), replayed=True) == DueBatches(
             False, batches(number, publisher="second")

@@ -39,7 +39,7 @@ def test_hits_are_those_of_every_index_asked_alone(seed: int) -> None:
         decision = router.pick(request, now)
         block_hashes = request.prompt.block_hashes(BLOCK)
         for candidate in decision.view.candidates:
-            assert candidate.hit_blocks == candidate.endpoint.index.match(block_hashes, now)
+            assert candidate.hit_blocks == candidate.endpoint.index.num_cached_prefix_blocks(block_hashes, now)
         if act < 0.5 or not under_way:
             under_way.append(router.record_sent(decision, now, rng.choice((None, f"r{rng.randrange(4)}"))))
         elif act < 0.85:
@@ -53,7 +53,7 @@ def test_hits_are_those_of_every_index_asked_alone(seed: int) -> None:
             if rng.random() < 0.5:
                 chosen.index.on_cache_reset()
             else:
-                chosen.reconfigure(BLOCK, ApproximateIndex(6))
+                chosen.reset_for_block_size(BLOCK, ApproximateIndex(6))
 
 
 @given(st.integers(1, 9), st.integers(0, 9), st.integers(-1, 12))
@@ -61,7 +61,7 @@ def test_a_guess_of_the_hit_changes_nothing_but_the_time(num: int, cached: int, 
     block_hashes, index = names(*range(num)), ApproximateIndex(16)
     cached = min(cached, num)
     index.record_finished(index.record_sent(block_hashes[:cached]), block_hashes[:cached])
-    assert index.match(block_hashes, near=near) == cached
+    assert index.num_cached_prefix_blocks(block_hashes, near=near) == cached
 
 
 def test_only_replicas_that_may_have_the_first_block_are_asked() -> None:
@@ -70,7 +70,7 @@ def test_only_replicas_that_may_have_the_first_block_are_asked() -> None:
         router.add(endpoint(name))
 
     def noting(name: str, index: ApproximateIndex) -> None:
-        match = index.match
+        match = index.num_cached_prefix_blocks
         index.match = lambda *args: asked.append(name) or match(*args)  # type: ignore[method-assign]
 
     router.record_sent(router.pick(ask(1, 2), 0.0), 0.0, "r1")
@@ -87,7 +87,7 @@ def test_an_index_that_was_filled_before_it_was_added_is_asked_only_for_what_it_
     told.apply([BlockStored((BlockHash(b"x"), BlockHash(b"y")), None, tokens, BLOCK)])
     for number, index in enumerate((guess, told)):
         router.add(Endpoint(f"r{number}", index, block_size=BLOCK))
-        match = index.match
+        match = index.num_cached_prefix_blocks
         index.match = lambda *args, n=number, match=match: asked.append(f"r{n}") or match(*args)  # type: ignore
     for blocks, hits, names_asked in (((1, 2, 5), [2, 0], ["r0"]), ((3, 4), [0, 2], ["r1"]), ((5, 6), [0, 0], [])):
         asked.clear()

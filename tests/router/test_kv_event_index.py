@@ -15,7 +15,7 @@ from headstart.core.request import SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.measurement.inprocess import make_requests, run_requests
+from headstart.measurement.inprocess import requests_from_prompts, run_requests
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.event_sequencer import DueBatches, EventSequencer
 from headstart.router.index.kv_event_index import SILENCE, SPECULATION, SPECULATION_COMPUTED, KVEventIndex
@@ -43,30 +43,30 @@ def removed(handles: str) -> BlockRemoved:
 def test_engine_hashes_are_only_handles() -> None:
     told = new()
     told.apply([stored("ab", 1, 2), stored("c", 3, parent="b")])
-    assert told.match(names(1, 2, 3, 4), 0.0) == 3
+    assert told.num_cached_prefix_blocks(names(1, 2, 3, 4), 0.0) == 3
     told.apply([removed("c")])
-    assert told.match(names(1, 2, 3, 4), 0.0) == 2
+    assert told.num_cached_prefix_blocks(names(1, 2, 3, 4), 0.0) == 2
     told.check()
 
 
 def test_a_head_that_goes_before_its_tail_hides_the_tail_until_it_is_back() -> None:
     told = new()
     told.apply([stored("abc", 1, 2, 3), removed("a")])
-    assert told.match(names(1, 2, 3), 0.0) == 0
+    assert told.num_cached_prefix_blocks(names(1, 2, 3), 0.0) == 0
     told.check()
     told.apply([removed("b"), stored("a", 1)])
-    assert told.match(names(1, 2, 3), 0.0) == 1
+    assert told.num_cached_prefix_blocks(names(1, 2, 3), 0.0) == 1
     told.apply([stored("b", 2, parent="a")])
-    assert told.match(names(1, 2, 3), 0.0) == 3
+    assert told.num_cached_prefix_blocks(names(1, 2, 3), 0.0) == 3
     told.check()
 
 
 def test_a_block_on_two_tiers_is_gone_when_it_is_gone_from_both() -> None:
     told = new()
     told.apply([stored("a", 1), stored("A", 1), removed("a")])
-    assert told.match(names(1), 0.0) == 1
+    assert told.num_cached_prefix_blocks(names(1), 0.0) == 1
     told.apply([removed("A")])
-    assert told.match(names(1), 0.0) == 0
+    assert told.num_cached_prefix_blocks(names(1), 0.0) == 0
     told.check()
 
 
@@ -74,10 +74,10 @@ def test_a_block_that_was_computed_twice_is_gone_when_both_copies_are() -> None:
     """vLLM does not merge equal blocks, and tells of each."""
     told = new()
     told.apply([stored("ab", 1, 2), stored("b", 2, parent="a"), removed("b")])
-    assert told.match(names(1, 2), 0.0) == 2
+    assert told.num_cached_prefix_blocks(names(1, 2), 0.0) == 2
     told.check()
     told.apply([removed("b")])
-    assert told.match(names(1, 2), 0.0) == 1
+    assert told.num_cached_prefix_blocks(names(1, 2), 0.0) == 1
     told.check()
 
 
@@ -85,7 +85,7 @@ def test_stored_without_tokens_is_another_copy_of_a_known_block() -> None:
     told = new()
     copy = BlockStored((BlockHash(b"a"), BlockHash(b"z")), None, array("i"), 0)
     told.apply([stored("a", 1), copy, removed("a")])
-    assert told.match(names(1), 0.0) == 1
+    assert told.num_cached_prefix_blocks(names(1), 0.0) == 1
     assert told.counts["unknown_copies"] == 1 and told.counts["unknown_parents"] == 0
     told.apply([removed("a")])
     assert len(told) == 0
@@ -95,7 +95,7 @@ def test_stored_without_tokens_is_another_copy_of_a_known_block() -> None:
 def test_a_handle_with_two_copies_that_names_another_block_leaves_the_first() -> None:
     told = new()
     told.apply([stored("a", 1), stored("a", 1), stored("a", 2)])
-    assert (told.match(names(1), 0.0), told.match(names(2), 0.0)) == (0, 1)
+    assert (told.num_cached_prefix_blocks(names(1), 0.0), told.num_cached_prefix_blocks(names(2), 0.0)) == (0, 1)
     told.check()
     told.apply([removed("a")])
     assert len(told) == 0
@@ -104,7 +104,7 @@ def test_a_handle_with_two_copies_that_names_another_block_leaves_the_first() ->
 def test_a_handle_that_names_another_block_now_leaves_the_first() -> None:
     told = new()
     told.apply([stored("a", 1), stored("a", 2)])
-    assert (told.match(names(1), 0.0), told.match(names(2), 0.0)) == (0, 1)
+    assert (told.num_cached_prefix_blocks(names(1), 0.0), told.num_cached_prefix_blocks(names(2), 0.0)) == (0, 1)
     told.check()
 
 
@@ -118,26 +118,31 @@ def test_what_hangs_on_an_unknown_block_is_counted_and_left_out() -> None:
 def test_tenants_are_kept_apart() -> None:
     told = new()
     told.apply([stored("a", 1, domain=b"t")])
-    assert told.match(names(1), 0.0) == 0
-    assert told.match(RoutingPrompt(range(10, 15), router_root("m", domain=b"t")).block_hashes(BLOCK), 0.0) == 1
+    assert told.num_cached_prefix_blocks(names(1), 0.0) == 0
+    assert (
+        told.num_cached_prefix_blocks(
+            RoutingPrompt(range(10, 15), router_root("m", domain=b"t")).block_hashes(BLOCK), 0.0
+        )
+        == 1
+    )
 
 
 def test_what_was_sent_counts_until_its_events_are_overdue() -> None:
     told = new()
     told.apply([stored("a", 1)])
     hold = told.record_sent(names(1, 2, 3), 0.0)
-    assert told.match(names(1, 2, 3), 1.0) == 3
-    assert told.match(names(1, 2, 3), SPECULATION + 1) == 1
-    told.record_computed(hold, 10.0)
-    assert told.match(names(1, 2, 3), 10.0 + SPECULATION_COMPUTED + 1) == 1
+    assert told.num_cached_prefix_blocks(names(1, 2, 3), 1.0) == 3
+    assert told.num_cached_prefix_blocks(names(1, 2, 3), SPECULATION + 1) == 1
+    told.record_prefilled(hold, 10.0)
+    assert told.num_cached_prefix_blocks(names(1, 2, 3), 10.0 + SPECULATION_COMPUTED + 1) == 1
     told.apply([stored("b", 2, parent="a")])
-    assert told.match(names(1, 2, 3), 100.0) == 2
+    assert told.num_cached_prefix_blocks(names(1, 2, 3), 100.0) == 2
 
 
 def test_what_failed_is_not_expected() -> None:
     told = new()
     told.record_failed(told.record_sent(names(1, 2), 0.0))
-    assert told.match(names(1, 2), 0.0) == 0
+    assert told.num_cached_prefix_blocks(names(1, 2), 0.0) == 0
 
 
 def test_expectations_are_bounded() -> None:
@@ -157,7 +162,7 @@ def test_an_index_that_outgrows_its_bound_starts_anew() -> None:
     told.apply([stored("abcd", 1, 2, 3, 4)])
     assert len(told) == 0 and told.counts["over_capacity"] == 2
     told.apply([stored("a", 1)])
-    assert told.match(names(1), 0.0) == 1
+    assert told.num_cached_prefix_blocks(names(1), 0.0) == 1
 
 
 def test_silence_is_noticed_and_ends_with_the_first_event_of_use() -> None:
@@ -189,7 +194,9 @@ def run_engine(seed: int, sink: Callable[[list[Event]], None]) -> Engine:
     engine = Engine(Scheduler(SchedulerConfig(24, BLOCK, limits)), NullExecutor(24, BLOCK, 100), event_sink=sink)
     for start in range(12):
         prompts = [array("i", [rng.randrange(2) for _ in range(rng.randrange(4, 40))]) for _ in range(5)]
-        run_requests(engine, make_requests(prompts, SamplingParams(max_tokens=6, temperature=0.0), f"r{start}-"))
+        run_requests(
+            engine, requests_from_prompts(prompts, SamplingParams(max_tokens=6, temperature=0.0), f"r{start}-")
+        )
     return engine
 
 
@@ -261,17 +268,17 @@ def test_events_lost_for_good_never_make_it_believe_what_is_not_so(seed: int, lo
 def test_a_guess_is_kept_beside_what_is_told_and_says_what_goes_next() -> None:
     guess = ApproximateIndex(4)
     told = KVEventIndex(BLOCK, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain), guess)
-    assert new().eviction_loss(4) == 0.0
+    assert new().expected_lost_blocks(4) == 0.0
     for _ in range(2):
         hold = told.record_sent(names(1, 2, 3, 4), 0.0)
-        told.record_computed(hold, 0.0)
+        told.record_prefilled(hold, 0.0)
         told.record_finished(hold, hold.block_hashes, 0.0)
         told.on_hit_reported(hold, 4, 0.0)
-    assert len(guess) == 4 and told.eviction_loss(2) == guess.eviction_loss(2) > 0
+    assert len(guess) == 4 and told.expected_lost_blocks(2) == guess.expected_lost_blocks(2) > 0
     assert len(told) == 0, "of events nothing was heard yet"
     failing = told.record_sent(names(5), 0.0)
     told.record_failed(failing)
     guess.check()
-    assert guess.match(names(5)) == 0
+    assert guess.num_cached_prefix_blocks(names(5)) == 0
     told.apply([stored("abcd", 1, 2, 3, 4), AllBlocksCleared()])
-    assert len(guess) == 0 and told.eviction_loss(2) == 0.0
+    assert len(guess) == 0 and told.expected_lost_blocks(2) == 0.0

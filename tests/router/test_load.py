@@ -25,7 +25,7 @@ def test_the_backlog_is_the_work_of_those_without_a_first_token() -> None:
     load.record_sent(one, 0.0, 0)
     load.record_sent(two, 0.0, 1)
     assert endpoint.backlog_ms(0.0) == pytest.approx(150.0)
-    load.record_answered(one, 0.1)
+    load.record_first_token(one, 0.1)
     assert endpoint.backlog_ms(0.1) == pytest.approx(50.0)
     assert (load.num_pending, load.num_streams, load.num_requests) == (1, 1, 2)
 
@@ -43,12 +43,12 @@ def test_a_busy_period_is_a_sample_when_the_work_of_all_its_requests_is_known() 
     one, two = flight(100), flight(50)
     load.record_sent(one, 0.0, 0)
     load.record_sent(two, 0.0, 1)
-    load.record_answered(one, 0.1)
-    load.record_answered(two, 0.15)
-    load.learn(one, one.work)
+    load.record_first_token(one, 0.1)
+    load.record_first_token(two, 0.15)
+    load.correct_prefill_work(one, one.work)
     assert load.learner.num_samples == 0
-    load.learn(two, two.work)
-    load.learn(two, two.work)
+    load.correct_prefill_work(two, two.work)
+    load.correct_prefill_work(two, two.work)
     assert load.learner.num_samples == 1 and load.rates.token == pytest.approx(1.0, rel=0.01)
 
 
@@ -61,8 +61,8 @@ def test_the_time_of_a_step_is_shared_by_all_that_end_in_it() -> None:
         for one in flights:
             load.record_sent(one, now, 0)
         for one in flights:
-            load.record_answered(one, now + 0.3)
-            load.learn(one, one.work)
+            load.record_first_token(one, now + 0.3)
+            load.correct_prefill_work(one, one.work)
             load.record_finished(one, now + 0.3)
     assert load.learner.num_samples == 40
     assert load.rates.token == pytest.approx(1.0, rel=0.01) and load.rates.step == pytest.approx(0.0, abs=0.1)
@@ -74,19 +74,19 @@ def test_a_request_that_failed_makes_its_busy_period_no_sample() -> None:
     load.record_sent(one, 0.0, 0)
     load.record_sent(two, 0.0, 1)
     load.record_finished(one, 5.0)
-    load.record_answered(two, 5.1)
-    load.learn(two, two.work)
-    assert load.learner.num_samples == 0 and load.learner.factor(load.pace, 5.1) == 1.0
+    load.record_first_token(two, 5.1)
+    load.correct_prefill_work(two, two.work)
+    assert load.learner.num_samples == 0 and load.learner.slowdown(load.pace, 5.1) == 1.0
 
 
 def test_a_first_token_that_was_not_seen_teaches_nothing() -> None:
     _, load = new()
     one = flight(100)
     load.record_sent(one, 0.0, 0)
-    load.record_answered(one, 60.0, is_assumed=True)
-    load.learn(one, one.work)
+    load.record_first_token(one, 60.0, is_assumed=True)
+    load.correct_prefill_work(one, one.work)
     load.record_finished(one, 120.0, 50)
-    assert load.learner.num_samples == 0 and load.learner.factor(load.pace, 120.0) == 1.0
+    assert load.learner.num_samples == 0 and load.learner.slowdown(load.pace, 120.0) == 1.0
 
 
 def test_a_decode_is_a_sample_of_as_many_steps_as_it_has_tokens() -> None:
@@ -95,8 +95,8 @@ def test_a_decode_is_a_sample_of_as_many_steps_as_it_has_tokens() -> None:
     for number in range(60):
         one, now = flight(10), 100.0 * number
         load.record_sent(one, now, 0)
-        load.record_answered(one, now + 0.0206)
-        load.learn(one, one.work)
+        load.record_first_token(one, now + 0.0206)
+        load.correct_prefill_work(one, one.work)
         load.record_finished(one, now + 2.0206, 101)
     rates = load.rates
     assert load.learner.mean_output == pytest.approx(101)
@@ -117,7 +117,7 @@ def test_who_waits_behind_others_is_not_late() -> None:
         load.record_sent(one, 0.0, 0)
     for index, one in enumerate(flights):
         assert endpoint.slowdown(index + 0.99) == 1.0
-        load.record_answered(one, index + 1.0)
+        load.record_first_token(one, index + 1.0)
 
 
 def test_who_shares_a_step_with_others_is_not_late() -> None:
@@ -134,7 +134,7 @@ def test_nothing_is_left_of_a_request_that_is_over(answered: bool) -> None:
     load.record_sent(one, 0.0, 0)
     assert (load.inflight_tokens, load.pending_tokens) == (130, 100)
     if answered:
-        load.record_answered(one, 0.1)
+        load.record_first_token(one, 0.1)
         assert (load.inflight_tokens, load.pending_tokens, load.stream_tokens) == (30, 0, 100)
     for _ in range(2):
         load.record_finished(one, 0.2)
@@ -156,11 +156,11 @@ def test_whatever_order_things_happen_in_the_counts_are_of_what_is_in_flight(
             load.record_sent(pending[-1], now, 0)
         elif kind == 2 and pending:
             streams.append(pending.pop(which % len(pending)))
-            load.record_answered(streams[-1], now)
+            load.record_first_token(streams[-1], now)
         elif pending or streams:
             found = streams if streams else pending
             one = found.pop(which % len(found))
-            load.learn(one, PrefillWork.of(one.prompt_tokens, which))
+            load.correct_prefill_work(one, PrefillWork.of(one.prompt_tokens, which))
             load.record_finished(one, now, tokens % 50)
         assert load.pending_tokens == sum(one.work.tokens for one in pending)
         assert load.pending_pairs == pytest.approx(sum(one.work.pairs for one in pending))

@@ -1,10 +1,10 @@
-"""LoadRows: an array of the loads that were asked for, as if every row had been read again."""
+"""LoadRowCache: an array of the loads that were asked for, as if every row had been read again."""
 
 from random import Random
 
 import numpy as np
 
-from headstart.router.load_rows import MAX_CHANGED, LoadRows
+from headstart.router.load_rows import MAX_CHANGED, LoadRowCache
 
 
 class Counted:
@@ -15,13 +15,13 @@ class Counted:
         self.num_reads = 0
 
     @property
-    def row(self) -> tuple[float, ...]:
+    def pricing_row(self) -> tuple[float, ...]:
         self.num_reads += 1
         return (self.value, -self.value)
 
 
 def test_rows_are_those_of_all_loads_after_any_changes_and_for_any_subset() -> None:
-    rng, rows = Random(0), LoadRows()
+    rng, rows = Random(0), LoadRowCache()
     loads = [Counted(float(number)) for number in range(6)]
     for _ in range(300):
         for load in rng.sample(loads, rng.randrange(4)):
@@ -32,7 +32,7 @@ def test_rows_are_those_of_all_loads_after_any_changes_and_for_any_subset() -> N
 
 
 def test_only_changed_rows_are_read_again() -> None:
-    rows, loads = LoadRows(), [Counted(1.0) for _ in range(5)]
+    rows, loads = LoadRowCache(), [Counted(1.0) for _ in range(5)]
     rows.of(loads)
     loads[3].value = 2.0
     rows.mark_changed(loads[3])
@@ -41,7 +41,7 @@ def test_only_changed_rows_are_read_again() -> None:
 
 
 def test_loads_of_removed_replicas_do_not_accumulate() -> None:
-    rows, loads = LoadRows(), [Counted(1.0) for _ in range(2)]
+    rows, loads = LoadRowCache(), [Counted(1.0) for _ in range(2)]
     rows.of(loads)
     loads[0].value = 3.0
     rows.mark_changed(loads[0])

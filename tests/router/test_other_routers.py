@@ -12,7 +12,7 @@ from headstart.router.endpoint import Endpoint, ReplicaReport
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.kv_event_index import KVEventIndex
 from headstart.router.load import MAX_AGE
-from headstart.router.policies.cost import COUNTED, LeastCostPolicy, PromptBeginning, PromptBeginnings
+from headstart.router.policies.cost import COUNTED, CountedPrompt, LeastCostPolicy, PromptBeginnings
 from headstart.router.rate_learner import LEAST_SHARE, OtherRoutersLoad
 from headstart.router.router import Router
 from headstart.router.routing_request import RoutingRequest
@@ -85,7 +85,7 @@ def test_a_router_alone_decides_as_if_there_were_no_homes(seed: int, count: int,
     rng = Random(seed)
     for number, request in enumerate(chats(seed, count)):
         pick = router.pick(request, float(number))
-        plain = policy.choose_by_scalars if replicas <= 24 else policy.choose_by_arrays
+        plain = policy.rank_by_scalars if replicas <= 24 else policy.rank_by_arrays
         assert pick.choice._replace(memo=None) == plain(pick.view)
         assert list(pick.choice.ranked.hit_tokens) == list(pick.view.candidates.hit_tokens)  # type: ignore[attr-defined]
         router.record_sent(pick, float(number))
@@ -103,7 +103,7 @@ def test_a_simulated_router_alone_sees_no_other_and_one_of_several_does(seed: in
     alone.run(asked)
     check_conservation(alone, asked)
     assert share_of(alone.routers[0]) == 0.0
-    several = SimulationConfig(profile(64, noise=0.1), 3, "cost", seed, routers=4, options=options).run(asked)
+    several = SimulationConfig(profile(64, noise=0.1), 3, "cost", seed, routers=4, options=options).run_workload(asked)
     check_conservation(several, asked)
     assert all(0.3 < share_of(router) < 1.0 for router in several.routers)
 
@@ -120,7 +120,7 @@ def test_four_routers_find_what_one_finds() -> None:
     cached = {}
     for name, routers, probes in (("one", 1, 2.0), ("four", 4, 2.0), ("four without reports", 4, 0.0)):
         options = FleetOptions(probe_interval=probes)
-        found = SimulationConfig(profile(400), 8, "cost", 0, routers=routers, options=options).run(asked)
+        found = SimulationConfig(profile(400), 8, "cost", 0, routers=routers, options=options).run_workload(asked)
         cached[name] = sum(one.record.cached_tokens for one in found.records)
     assert cached["four"] >= 0.9 * cached["one"]
     assert cached["four without reports"] < 0.75 * cached["one"]
@@ -162,13 +162,15 @@ def test_an_index_of_events_is_believed() -> None:
 def test_the_beginning_that_counts_is_the_shortest_that_one_replica_can_serve() -> None:
     known = PromptBeginnings()
     for chat in range(40):
-        known.add(PromptBeginning(prompt(1, 2 + chat, tail=0).block_hashes(BLOCK), 8, 4))
+        known.add(CountedPrompt(prompt(1, 2 + chat, tail=0).block_hashes(BLOCK), 8, 4))
     shared, longer = prompt(1, 2, tail=0).block_hashes(BLOCK)
     new = prompt(7, tail=0).block_hashes(BLOCK)[0]
-    assert known.key([new, longer], 4) == new
-    assert known.key([shared, longer], 4) == longer, "a quarter of 40 requests, and one, is less than all of them"
-    assert known.key([shared, longer], 1) == shared
-    assert known.key([shared], 4) == shared, "there is no longer one"
+    assert known.affinity_key([new, longer], 4) == new
+    assert known.affinity_key([shared, longer], 4) == longer, (
+        "a quarter of 40 requests, and one, is less than all of them"
+    )
+    assert known.affinity_key([shared, longer], 1) == shared
+    assert known.affinity_key([shared], 4) == shared, "there is no longer one"
 
 
 def test_a_busy_chat_has_one_home_however_long_it_becomes() -> None:
@@ -176,8 +178,8 @@ def test_a_busy_chat_has_one_home_however_long_it_becomes() -> None:
     for turn in range(2, 200):
         block_hashes = prompt(*range(turn), tail=0).block_hashes(BLOCK)
         hashes = [block_hashes[(1 << power) - 1] for power in range(turn.bit_length())]
-        keys.add(known.key(hashes, 8))
-        known.add(PromptBeginning(hashes, BLOCK * turn, 0))
+        keys.add(known.affinity_key(hashes, 8))
+        known.add(CountedPrompt(hashes, BLOCK * turn, 0))
     assert keys == {prompt(0, tail=0).block_hashes(BLOCK)[0]}
 
 
@@ -185,10 +187,10 @@ def test_a_busy_chat_has_one_home_however_long_it_becomes() -> None:
 def test_requests_of_long_ago_are_forgotten(count: int) -> None:
     known, (old, new) = PromptBeginnings(), (prompt(block, tail=0).block_hashes(BLOCK)[0] for block in (1, 2))
     for _ in range(10):
-        known.add(PromptBeginning([old], 4, 4))
+        known.add(CountedPrompt([old], 4, 4))
     for _ in range(count):
-        known.add(PromptBeginning([new], 4, 0))
-    assert (known.hit_share > 0) == (count <= 2 * COUNTED - 10)
+        known.add(CountedPrompt([new], 4, 0))
+    assert (known.hit_token_share > 0) == (count <= 2 * COUNTED - 10)
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=200))

@@ -79,7 +79,10 @@ def test_one_price_is_that_of_the_fleet_to_the_last_bit(
     for number, one in enumerate(endpoints):
         price = cost_at_one(one, prompt_tokens, hits[number], now)
         assert list(map(repr, map(float, price))) == [repr(float(part[number])) for part in costs]
-        assert price.total == costs.total[number] and price.price == costs.price[number]
+        assert (
+            price.expected_ttft_ms == costs.expected_ttft_ms[number]
+            and price.cost_without_evictions == costs.cost_without_evictions[number]
+        )
 
 
 @given(histories, st.lists(st.integers(0, 5), max_size=8), st.sampled_from([0.0, 0.05, 1.0]))
@@ -90,7 +93,7 @@ def test_choices_among_few_are_those_by_arrays(
     router, now = lively(*history)
     policy = LeastCostPolicy(slack)
     view = router.pick(ask(*blocks), now).view
-    assert repr(policy.choose_by_scalars(view)) == repr(policy.choose_by_arrays(view))
+    assert repr(policy.rank_by_scalars(view)) == repr(policy.rank_by_arrays(view))
 
 
 @pytest.mark.parametrize("prior", [None, StepRates(5.0, 0.3, 1e-3, 0.07, 1e-4)])
@@ -102,10 +105,10 @@ def test_choices_of_large_fleets_are_those_by_plain_numbers(prior: StepRates | N
         for _ in range(10):
             policy = LeastCostPolicy(rng.choice((0.0, 0.05, 1.0)))
             view = router.pick(ask(*[rng.randrange(6) for _ in range(rng.randrange(8))]), now).view
-            expected = repr(policy.choose_by_scalars(view))
+            expected = repr(policy.rank_by_scalars(view))
             for prices in (None, POOLS.pricing_kernel if POOLS is not None else None):
                 router.endpoints["r0"].load.learner.prices = prices
-                assert repr(policy.choose_by_arrays(view)) == expected
+                assert repr(policy.rank_by_arrays(view)) == expected
 
 
 def test_a_waiting_prefill_and_a_late_answer_are_priced_alike() -> None:
@@ -179,7 +182,7 @@ def test_where_a_prefix_is_computed_and_used_in_one_step_no_wait_is_expected() -
             router.record_finished(one, now)
     assert not learner.waits_for_prefix_leader
     queued(router, now, ask(1, 2), ask(1, 2, 3))
-    assert router.endpoints["r0"].load.row[-1] == 0
+    assert router.endpoints["r0"].load.pricing_row[-1] == 0
 
 
 def test_a_cold_prompt_is_placed_where_no_answer_is_generated_if_there_is_such_a_replica() -> None:
@@ -216,7 +219,7 @@ def test_a_prefix_in_flight_is_priced_as_cached_plus_what_is_left_of_its_prefill
     queued(router, 0.0, ask(1, 2, 3))  # 13 tokens of a millisecond, and a step
     hit = router.pick(ask(1, 2, 3, 4), 0.0).candidate.hit_tokens
     assert hit == 12
-    totals = [cost_at_one(replica, 17, hit, ms / 1e3).total for ms in (0.0, 5.0, 10.0)]
+    totals = [cost_at_one(replica, 17, hit, ms / 1e3).expected_ttft_ms for ms in (0.0, 5.0, 10.0)]
     assert totals == pytest.approx([14.0 + 5.0, 9.0 + 5.0, 4.0 + 5.0])
 
 

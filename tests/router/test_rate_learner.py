@@ -117,7 +117,7 @@ def test_rates_are_never_negative_nor_a_longer_prompt_faster(
 
 def alone(pace: ReplicaPace, now: float) -> float:
     """The factor of a replica among others without samples."""
-    return RateLearner().factor(pace, now)
+    return RateLearner().slowdown(pace, now)
 
 
 def test_a_slow_replica_gets_a_factor_after_a_few_samples_and_loses_it_as_soon() -> None:
@@ -173,10 +173,10 @@ def test_replicas_defer_followers_until_the_opposite_is_seen() -> None:
     learner = RateLearner()
     assert learner.waits_for_prefix_leader
     for _ in range(8):
-        learner.record_followed(is_later=False)
+        learner.record_follower_deferral(is_later=False)
     assert not learner.waits_for_prefix_leader
     for _ in range(8):
-        learner.record_followed(is_later=True)
+        learner.record_follower_deferral(is_later=True)
     assert learner.waits_for_prefix_leader
 
 
@@ -193,11 +193,11 @@ class Fleet:
     def ran(self, number: int, interval: RateSample, now: float) -> None:
         pace, learner = self.paces[number], self.learner
         if not learner.is_unreliable:
-            learner.measured(pace, interval.ms / interval.expected_ms(learner.rates), now)
-        learner.learn(interval._replace(ms=interval.ms / learner.factor(pace, now)))
+            learner.record_pace_sample(pace, interval.ms / interval.expected_ms(learner.rates), now)
+        learner.learn(interval._replace(ms=interval.ms / learner.slowdown(pace, now)))
 
     def factors(self, now: float) -> list[float]:
-        return [self.learner.factor(pace, now) for pace in self.paces]
+        return [self.learner.slowdown(pace, now) for pace in self.paces]
 
 
 def busy_steps(profile: ReplicaProfile, rng: Random) -> RateSample:
@@ -235,7 +235,7 @@ def test_at_most_three_quarters_have_a_factor_and_the_slower_ones_the_larger(rat
     fleet = Fleet(len(ratios), RateLearner(StepRates()))
     for pace, found in zip(fleet.paces, ratios, strict=True):
         for ratio in found:
-            fleet.learner.measured(pace, ratio, 1.0)
+            fleet.learner.record_pace_sample(pace, ratio, 1.0)
     factors = fleet.factors(1.0)
     assert min(factors) >= 1.0
     assert sum(factor > 1.0 for factor in factors) <= 3 * sum(map(bool, ratios)) / 4
@@ -250,7 +250,7 @@ def test_what_slows_all_replicas_alike_makes_none_of_them_slow(count: int, ratio
     fleet = Fleet(count, RateLearner(StepRates()))
     for pace in fleet.paces:
         for ratio in ratios:
-            fleet.learner.measured(pace, ratio, 1.0)
+            fleet.learner.record_pace_sample(pace, ratio, 1.0)
     assert fleet.factors(1.0) == [1.0] * count
 
 

@@ -12,7 +12,7 @@ from headstart.core.errors import NoReplicaError
 from headstart.router.decision_log import DecisionRecord
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
-from headstart.router.index.cached_tokens import cached_blocks
+from headstart.router.index.cached_tokens import reported_cached_blocks
 from headstart.router.index.kv_event_index import SILENCE, KVEventIndex
 from headstart.router.policies.policy_table import make_policy, policy_names
 from headstart.router.policies.rendezvous import rank_by_key
@@ -150,7 +150,7 @@ def test_the_index_learns_whom_the_request_really_went_to() -> None:
     pick = router.pick(ask(1), 0.0)
     other = pick.fallbacks[0]
     pick = router.record_sent(pick, 0.0, other)
-    assert shadow_of(router, other).match(names(1)) == 1
+    assert shadow_of(router, other).num_cached_prefix_blocks(names(1)) == 1
     with pytest.raises(KeyError):
         router.record_sent(router.pick(ask(1), 0.0), 0.0, "r9")
 
@@ -185,7 +185,7 @@ def test_tokens_of_the_answer_are_known_where_a_body_tells_them() -> None:
     pick = router.pick(RoutingRequest(one), 0.0)
     pick = router.record_sent(pick, 0.0)
     router.record_finished(pick, 1.0, output=[6, 7, 8])
-    assert shadow_of(router).match(one.block_hashes_with_output([6, 7, 8], BLOCK)) == 2
+    assert shadow_of(router).num_cached_prefix_blocks(one.block_hashes_with_output([6, 7, 8], BLOCK)) == 2
 
 
 def test_a_replica_that_was_removed_or_reconfigured_does_not_trouble_requests_under_way() -> None:
@@ -196,7 +196,7 @@ def test_a_replica_that_was_removed_or_reconfigured_does_not_trouble_requests_un
         pick = router.record_sent(pick, 0.0, name)
         picks.append(pick)
     router.remove("r0")
-    router.endpoints["r1"].reconfigure(8, ApproximateIndex(4))
+    router.endpoints["r1"].reset_for_block_size(8, ApproximateIndex(4))
     for pick in picks:
         router.record_first_token(pick, 0.1, ReportedTokenUsage(9, 0))
         router.record_finished(pick, 0.2, ReportedTokenUsage(9, 0))
@@ -310,7 +310,7 @@ def test_a_prompt_with_an_image_says_nothing_of_how_a_replica_counts_others() ->
 
 def blocks(cached: int, *, expected: int, total: int = 41, one: Endpoint | None = None, exact: bool = True) -> int:
     prompt = RoutingPrompt(range(total), ask(1).prompt._root, exact=exact)
-    return cached_blocks(
+    return reported_cached_blocks(
         one or endpoint("r0"), prompt, ReportedTokenUsage(total if exact else 2 * total, cached), expected
     )
 

@@ -3,7 +3,7 @@ from array import array
 from router.fleets import BLOCK, ROOT, names, prompt
 
 from headstart.core.cache.hashing import root_hash
-from headstart.router.routing_request import RoutingPrompt, pack_text, router_root
+from headstart.router.routing_request import RoutingPrompt, router_root, text_as_pseudo_tokens
 
 
 def test_only_full_blocks_have_names() -> None:
@@ -47,8 +47,8 @@ def test_an_answer_is_named_but_for_its_last_token_which_is_not_computed() -> No
 
 
 def test_text_is_packed_four_bytes_to_a_unit() -> None:
-    assert pack_text(b"abcd" * 2 + b"e") == array("i", [0x64636261, 0x64636261, 0x65])
-    assert pack_text(b"") == array("i")
+    assert text_as_pseudo_tokens(b"abcd" * 2 + b"e") == array("i", [0x64636261, 0x64636261, 0x65])
+    assert text_as_pseudo_tokens(b"") == array("i")
 
 
 def test_prompts_without_a_full_block_are_still_told_apart() -> None:

@@ -44,7 +44,7 @@ def test_a_cache_that_proves_to_be_larger_than_it_said_is_believed_to_be() -> No
     shadow = ApproximateIndex(16, allow=lambda held, asked: asked)
     reuse(shadow, 20, 600)
     assert shadow.capacity >= 40 and shadow.max_blocks >= 40
-    assert all(shadow.match(names(number, 1000 + number)) == 2 for number in range(20))
+    assert all(shadow.num_cached_prefix_blocks(names(number, 1000 + number)) == 2 for number in range(20))
 
 
 def test_without_leave_it_never_outgrows_its_size() -> None:
@@ -102,8 +102,8 @@ def test_a_pool_that_grows_believes_what_one_of_full_size_does(
                     shadow.record_failed(holds.pop(which % len(holds)))
                 shadow.check()
             assert (small.capacity, len(small), small.num_flushes) == (whole.capacity, len(whole), whole.num_flushes)
-            assert small.match(names(*chain)) == whole.match(names(*chain))
-            assert small.eviction_loss(5) == pytest.approx(whole.eviction_loss(5))
+            assert small.num_cached_prefix_blocks(names(*chain)) == whole.num_cached_prefix_blocks(names(*chain))
+            assert small.expected_lost_blocks(5) == pytest.approx(whole.expected_lost_blocks(5))
 
 
 # ---------------------------------------------------------------------------------------------------------- in slices
@@ -132,12 +132,12 @@ def test_a_cache_that_is_emptied_frees_its_pool_a_slice_at_a_time(empty: Callabl
         empty(shadow)
         shadow._forget_flush()  # else a flush by a report keeps its pool until it is settled
         assert len(shadow) <= 4 and shadow.capacity == NUM_BLOCKS
-        assert all(shadow.match(names(4 * number)) == 0 for number in range(NUM_BLOCKS // 4 - 1))
-    left = first.free(ALL)
+        assert all(shadow.num_cached_prefix_blocks(names(4 * number)) == 0 for number in range(NUM_BLOCKS // 4 - 1))
+    left = first.dismantle_some(ALL)
     assert left > 2 * NUM_BLOCKS, "emptying it has freed next to nothing"
-    assert first.free(ALL) == 0
+    assert first.dismantle_some(ALL) == 0
     serve(second, names(7, 8))
-    after_one = left - second.free(ALL)
+    after_one = left - second.dismantle_some(ALL)
     assert 0 < after_one <= 2 * (FREED + 2 * FREED_PER_BLOCK)
 
 
@@ -150,7 +150,7 @@ def test_what_is_left_of_former_pools_never_adds_up() -> None:
             hold = shadow.record_sent(names(*range(4 * number, 4 * number + 4)))
             shadow.record_finished(hold, hold.block_hashes)
     shadow.clear()
-    most = shadow.free(ALL)
+    most = shadow.dismantle_some(ALL)
     assert most <= 16 * NUM_BLOCKS, "one pool, and nothing of those before"
 
 
@@ -161,10 +161,10 @@ def test_told_contents_are_cleared_at_once_and_freed_with_the_events_that_follow
         told.apply([stored(letter, number)])
     assert len(told) == 5_000
     told.apply([AllBlocksCleared()])
-    assert len(told) == 0 and told.match(names(1), 0.0) == 0
+    assert len(told) == 0 and told.num_cached_prefix_blocks(names(1), 0.0) == 0
     told.check()
     told.apply([stored("a", 1)])
-    assert told.match(names(1), 0.0) == 1
-    left = told.free(ALL)
+    assert told.num_cached_prefix_blocks(names(1), 0.0) == 1
+    left = told.dismantle_some(ALL)
     assert 0 < left == 3 * 5_000 - FREED_PER_EVENT, "handles, names and the blocks before them, less one slice"
-    assert told.free(ALL) == 0 and told.match(names(1), 0.0) == 1
+    assert told.dismantle_some(ALL) == 0 and told.num_cached_prefix_blocks(names(1), 0.0) == 1

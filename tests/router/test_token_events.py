@@ -33,7 +33,7 @@ def started(num_streams: int) -> tuple[Router, list[RoutedInFlight]]:
 
 
 def num_steps(router: Router) -> int:
-    return router.endpoints["r0"].load.num_steps
+    return router.endpoints["r0"].load.num_observed_steps
 
 
 def test_events_of_one_step_may_be_spread_over_most_of_the_next() -> None:
@@ -118,7 +118,7 @@ def test_events_of_several_tokens_are_as_many_steps_as_they_are() -> None:
             router.record_token(stream, now)
         router.record_finished(stream, now, ReportedTokenUsage(1, 0), num_output=81)
     assert load.rates.step == pytest.approx(1e3 * STEP, rel=0.1) and load.learner.residual < 0.2
-    assert load.learner.factor(load.pace, now) == 1.0 and load.learner.mean_output == pytest.approx(81)
+    assert load.learner.slowdown(load.pace, now) == 1.0 and load.learner.mean_output == pytest.approx(81)
     assert load.learner.num_samples == 80, "a prefill and a decode of each"
 
 

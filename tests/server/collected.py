@@ -26,7 +26,7 @@ class Collected:
             self.traces.extend(traces)
         return self.answer
 
-    def shutdown(self) -> None:
+    def cancel_exports(self) -> None:
         self.is_shut_down = True
         self.gate.set()
 

@@ -229,7 +229,7 @@ async def inside(
     try:
         info = await engine.start(build, EngineOptions(model=model, generation_config=generation_config))
         state = ServerState(settings, engine, ServerLog())
-        loaded = state.prepare(info)
+        loaded = state.make_served_model(info)
         await warm_configured_prefixes(state, loaded)
         state.open(loaded)
         transport = httpx.ASGITransport(build_app(state), client=("127.0.0.1", 1))

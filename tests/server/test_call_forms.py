@@ -78,7 +78,7 @@ def answered(tool: Json, name: str, texts: list[str]) -> tuple[list[Json], Json]
         whole.parts.add(delta)
     usage = response_usage(USAGE, whole.parts)
     found += events.closing_events(usage)[0]
-    return found, whole.response(usage)
+    return found, whole.finished_response(usage)
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -123,4 +123,4 @@ def test_a_function_that_is_called_as_a_tool_of_another_type_is_refused() -> Non
     tools = [{"type": "shell"}, {"type": "function", "name": "shell"}]
     values = {"input": "Go", "tools": tools}
     with pytest.raises(Exception, match="tools contains 'shell' twice"):
-        translate_responses(parse_responses(values, BOUNDS), values).parse(BOUNDS)
+        translate_responses(parse_responses(values, BOUNDS), values).parse_chat_body(BOUNDS)

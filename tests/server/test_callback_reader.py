@@ -70,9 +70,9 @@ def test_pieces_are_taken_without_waking_the_reading_task_and_the_others_are_ret
         async with answered(script) as response:
             reader = CallbackReader(response, take)
             asyncio.get_running_loop().call_soon(may_go_on.set)
-            assert await reader.read() == b"not this"
+            assert await reader.read_untaken() == b"not this"
             assert taken == [b"one", b"two"]
-            assert await reader.read() == b""
+            assert await reader.read_untaken() == b""
             assert b"".join(taken) == b"onetwothree"
             reader.close()
 
@@ -110,7 +110,7 @@ def test_pieces_over_tls_are_taken_and_the_connection_serves_the_next_request(
                 taken, returned = list[bytes](), list[bytes]()
                 async with session.get(url, ssl=trusted) as response:
                     reader = CallbackReader(response, lambda piece, taken=taken: not taken.append(piece))
-                    while piece := await reader.read():
+                    while piece := await reader.read_untaken():
                         returned.append(piece)
                     reader.close()
                 assert b"".join(returned + taken) == b"".join(pieces) and len(taken) > 10
@@ -131,7 +131,7 @@ def test_what_take_raises_is_raised_by_read() -> None:
         async with answered(script) as response:
             reader = CallbackReader(response, take)
             with pytest.raises(ValueError, match="piece"):
-                await reader.read()
+                await reader.read_untaken()
             reader.close()
 
     run(test())
@@ -151,7 +151,7 @@ def test_pieces_that_arrive_while_nothing_reads_are_returned_later_in_order() ->
             reader, found = CallbackReader(response, lambda piece: False), list[bytes]()
             while True:
                 await asyncio.sleep(0.01)
-                if not (piece := await reader.read()):
+                if not (piece := await reader.read_untaken()):
                     break
                 found.append(piece)
             assert b"".join(found) == b"".join(pieces)
@@ -168,9 +168,9 @@ def test_a_silent_replica_ends_the_wait_with_a_timeout() -> None:
 
         async with answered(script, timeout=SILENCE) as response:
             reader = CallbackReader(response, lambda piece: False)
-            assert await reader.read() == b"piece"
+            assert await reader.read_untaken() == b"piece"
             with pytest.raises(TimeoutError):
-                await reader.read()
+                await reader.read_untaken()
             reader.close()
 
     run(test())
@@ -185,10 +185,10 @@ def test_time_in_which_nothing_reads_is_no_silence_of_the_replica() -> None:
 
         async with answered(script, timeout=4 * SILENCE) as response:
             reader = CallbackReader(response, lambda piece: False)
-            assert await reader.read() == b"one"
+            assert await reader.read_untaken() == b"one"
             await asyncio.sleep(3 * SILENCE)
-            assert await reader.read() == b"two"
-            assert await reader.read() == b""
+            assert await reader.read_untaken() == b"two"
+            assert await reader.read_untaken() == b""
             reader.close()
 
     run(test())
@@ -210,7 +210,7 @@ def test_a_stream_that_breaks_off_raises_an_error_of_the_client(ending: bytes, w
             reader = CallbackReader(response, lambda piece: True)
             await asyncio.sleep(0 if waits else 0.1)
             with pytest.raises(aiohttp.ClientError):
-                while await reader.read():
+                while await reader.read_untaken():
                     pass
             reader.close()
 
@@ -238,7 +238,7 @@ def test_the_connection_serves_further_requests_after_the_stream() -> None:
             for _ in range(3):
                 async with session.get(url) as response:
                     reader = CallbackReader(response, lambda piece: True)
-                    assert await reader.read() == b""
+                    assert await reader.read_untaken() == b""
                     reader.close()
             async with session.get(url) as response:
                 assert await response.read() == b"piece"

@@ -12,7 +12,7 @@ from tokenizer_folders import BYTE_LEVEL, METASPACE, build
 from headstart.core.batch import PromptTokenBreakdown, RequestStepOutput, TokenLogprob
 from headstart.core.request import FinishReason, Request
 from headstart.openai.bounds import RequestBounds
-from headstart.openai.generation_params import ParamsKind, fit_sampling_params, parse_params
+from headstart.openai.generation_params import ParamsKind, parse_params, sampling_params_for_prompt
 from headstart.openai.text.generation import GeneratedOutput, OutputDelta
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
@@ -24,7 +24,9 @@ PROMPT = TOKENIZER.encode("play some music")
 
 def make(*, tokenizer: Tokenizer = TOKENIZER, prompt: "array[int]" = PROMPT, **values: Any) -> GeneratedOutput:
     params = parse_params({"max_tokens": 500, **values}, BOUNDS, ParamsKind.COMPLETION)
-    return GeneratedOutput(tokenizer, Request("r", prompt, fit_sampling_params(params, len(prompt), BOUNDS)), params)
+    return GeneratedOutput(
+        tokenizer, Request("r", prompt, sampling_params_for_prompt(params, len(prompt), BOUNDS)), params
+    )
 
 
 def tokens_of(text: str, tokenizer: Tokenizer = TOKENIZER) -> list[int]:

@@ -15,9 +15,9 @@ from headstart.openai.bounds import FLOAT32_MAX, RequestBounds
 from headstart.openai.generation_params import (
     GenerationParams,
     ParamsKind,
-    fit_sampling_params,
     lower_max_tokens,
     parse_params,
+    sampling_params_for_prompt,
 )
 from headstart.openai.request_bodies import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from headstart.openai.request_json import parse_json_object
@@ -288,7 +288,7 @@ def test_nothing_is_generated_only_for_an_echo() -> None:
     params = completion(max_tokens=0, echo=True, logprobs=2)
     assert params.max_tokens == 0
     assert params.sampling.prompt_logprobs == 2
-    assert fit_sampling_params(params, 10, BOUNDS).max_tokens == 1  # the engine samples one, which is not sent
+    assert sampling_params_for_prompt(params, 10, BOUNDS).max_tokens == 1  # the engine samples one, which is not sent
     with pytest.raises(InvalidRequestError, match="echo is not supported"):
         chat(echo=True)
 
@@ -321,12 +321,12 @@ def test_a_message_is_continued_or_a_new_one_begun() -> None:
 
 def test_prompt_and_output_share_the_context() -> None:
     params = completion(max_tokens=10)
-    assert fit_sampling_params(params, 54, BOUNDS).max_tokens == 10
+    assert sampling_params_for_prompt(params, 54, BOUNDS).max_tokens == 10
     with pytest.raises(RequestTooLargeError, match=r"length is 64 tokens.*: lower max_tokens to 9 ") as e:
-        fit_sampling_params(params, 55, BOUNDS)
+        sampling_params_for_prompt(params, 55, BOUNDS)
     assert e.value.code == "context_length_exceeded"
     with pytest.raises(RequestTooLargeError, match="shorten the prompt by 1 tokens"):
-        fit_sampling_params(chat(), 64, BOUNDS)
+        sampling_params_for_prompt(chat(), 64, BOUNDS)
 
 
 @given(st.integers(1, 64) | st.none(), st.integers(1, 63))
@@ -334,22 +334,22 @@ def test_shortened_parameters_fit_and_are_lowered_only_then(max_tokens: int | No
     params = chat(max_tokens=max_tokens)
     lowered = lower_max_tokens(params, num_prompt_tokens, BOUNDS)
     room = BOUNDS.max_model_len - num_prompt_tokens
-    assert fit_sampling_params(lowered, num_prompt_tokens, BOUNDS).max_tokens == min(max_tokens or room, room)
+    assert sampling_params_for_prompt(lowered, num_prompt_tokens, BOUNDS).max_tokens == min(max_tokens or room, room)
     assert lowered is params if max_tokens is None or max_tokens <= room else lowered.max_tokens == room
 
 
 def test_a_prompt_without_room_is_not_shortened_away() -> None:
     for num_prompt_tokens in (64, 65):
         with pytest.raises(RequestTooLargeError):
-            fit_sampling_params(
+            sampling_params_for_prompt(
                 lower_max_tokens(chat(max_tokens=10), num_prompt_tokens, BOUNDS), num_prompt_tokens, BOUNDS
             )
 
 
 def test_a_chat_without_max_tokens_may_use_what_is_left() -> None:
-    assert fit_sampling_params(chat(), 60, BOUNDS).max_tokens == 4
+    assert sampling_params_for_prompt(chat(), 60, BOUNDS).max_tokens == 4
     with pytest.raises(InvalidRequestError, match="only 4 output tokens fit"):
-        fit_sampling_params(chat(min_tokens=5), 60, BOUNDS)
+        sampling_params_for_prompt(chat(min_tokens=5), 60, BOUNDS)
 
 
 # ------------------------------------------------------------------------------------------------------- 10,000 bodies
@@ -413,7 +413,7 @@ def test_ten_thousand_random_bodies_raise_nothing_but_invalid_requests() -> None
         outcomes[True] += 1
         if number % 4 < 2:
             sampling = (
-                fit_sampling_params(parsed.params, 1, BOUNDS)
+                sampling_params_for_prompt(parsed.params, 1, BOUNDS)
                 if (parsed.params.max_tokens or 1) < 64
                 else parsed.params.sampling
             )

@@ -30,7 +30,7 @@ def tokenizer(request: pytest.FixtureRequest) -> SegmentedTokenizer:
 @given(TEXTS, st.booleans())
 def test_tokens_of_the_same_tokenizer_are_used(tokenizer: SegmentedTokenizer, text: str, special: bool) -> None:
     made = tokenizer.encode(text, add_special_tokens=special)
-    found = tokenizer.with_known_tokens(made).encode(text, add_special_tokens=special)
+    found = tokenizer.with_precomputed_tokens(made).encode(text, add_special_tokens=special)
     assert found == made
     if tokenizer.digest and tokenizer.backend.normalizer is None and found is not made:
         assert tokenizer.decode(made, skip_special_tokens=False) != text or not text, "it was tokenized again"
@@ -40,7 +40,7 @@ def test_tokens_of_the_same_tokenizer_are_used(tokenizer: SegmentedTokenizer, te
 def test_other_ids_are_not_believed(tokenizer: SegmentedTokenizer, text: str, ids: "array[int]", special: bool) -> None:
     others = [ids, tokenizer.encode(text + "x", add_special_tokens=special)]
     for other in [*others, tokenizer.encode(text, add_special_tokens=special) + array("i", [tokenizer.vocab_size])]:
-        found = tokenizer.with_known_tokens(other).encode(text, add_special_tokens=special)
+        found = tokenizer.with_precomputed_tokens(other).encode(text, add_special_tokens=special)
         if found is other:  # another way to write the text in tokens
             before, after = tokenizer._around if special and tokenizer._around else ((), ())
             inner = found[len(before) : len(found) - len(after)]

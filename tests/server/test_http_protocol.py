@@ -10,7 +10,7 @@ import uvloop
 from server.harness import PATIENCE, Server, fake_server
 from server.test_bad_input import Raw
 
-from headstart.http.lifecycle import HttpServer, open_listener, uvicorn_config
+from headstart.http.lifecycle import UvicornWithoutSignals, open_listener, uvicorn_config
 from headstart.http.protocol import http_protocol, write_watch
 from headstart.http.protocol.body_writer import writer_of_scope
 from headstart.http.protocol.connections import ConnectionTable
@@ -138,7 +138,7 @@ GET = b"GET /p%d HTTP/1.1\r\n\r\n"
 class Served:
     """A server in this process around an application that is a coroutine function of scope, receive and send."""
 
-    def __init__(self, port: int, table: ConnectionTable, http: HttpServer) -> None:
+    def __init__(self, port: int, table: ConnectionTable, http: UvicornWithoutSignals) -> None:
         self.port, self.table, self.http = port, table, http
 
     async def connect(self, say: bytes = b"") -> Client:
@@ -156,7 +156,7 @@ class Served:
 @asynccontextmanager
 async def serving(app: Any, cap: int = 100) -> AsyncIterator[Served]:
     listener, table = open_listener("127.0.0.1", 0), ConnectionTable(cap)
-    http = HttpServer(uvicorn_config(app, table))
+    http = UvicornWithoutSignals(uvicorn_config(app, table))
     running = asyncio.create_task(http.serve(sockets=[listener]))
     async with asyncio.timeout(PATIENCE):
         while not http.started:
@@ -476,7 +476,7 @@ def test_parts_of_a_body_can_be_written_in_plain_calls() -> None:
 
     async def ask(method: str) -> bytes:
         listener = open_listener("127.0.0.1", 0)
-        server = HttpServer(uvicorn_config(app))
+        server = UvicornWithoutSignals(uvicorn_config(app))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         writer.write(f"{method} / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
@@ -509,7 +509,7 @@ def test_a_writer_is_not_ready_while_the_client_does_not_read() -> None:
 
     async def ask() -> None:
         listener = open_listener("127.0.0.1", 0)
-        server = HttpServer(uvicorn_config(app))
+        server = UvicornWithoutSignals(uvicorn_config(app))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from headstart.cli.main import app
 from headstart.gateway.proxy.request_reader import RequestParser, RequestSender
-from headstart.openai.canonical.canonical_body import CHAT, MESSAGES, RESPONSES, canonical_body, canonical_log_line
+from headstart.openai.canonical.canonical_body import CHAT, MESSAGES, RESPONSES, canonical_body, canonicalize_log_line
 from headstart.openai.canonical.canonical_messages import inline_system_messages
 from headstart.openai.canonical.prompt_rules import RULES_HEADER
 from headstart.openai.tokenizer.tokenizer import Tokenizer
@@ -191,7 +191,7 @@ def test_the_doctor_names_both_causes_and_a_rule_can_be_tried_on_a_log(tmp_path:
 
     counted = [line(9000 - 100 * turn) for turn in range(5)]
     assert causes(counted) == {"token_count"}
-    assert causes([canonical_log_line(one, COUNTS) for one in counted]) == set()
+    assert causes([canonicalize_log_line(one, COUNTS) for one in counted]) == set()
     grown = [line(1, RULES + "".join(f"\nReminder {n}: be brief." for n in range(turn))) for turn in range(5)]
     assert causes(grown) == {"system_grown"}
     log = tmp_path / "log.jsonl"

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.openai.json_pieces import SLICE_ITEMS, EncodingTurns, LazyJsonList, encode_json, encode_json_in_pieces
+from headstart.openai.json_pieces import SLICE_ITEMS, EncodingTurns, LazyJsonList, encode_json, iter_json_pieces
 
 
 def double(number: int) -> int:
@@ -29,7 +29,7 @@ def test_pieces_are_the_whole_document(sizes: list[int], text: str) -> None:
             "e": [text],
         }
 
-    assert b"".join(encode_json_in_pieces(document())) == encode_json(document())
+    assert b"".join(iter_json_pieces(document())) == encode_json(document())
 
 
 def test_the_items_of_an_iterator_are_made_when_their_turn_comes() -> None:
@@ -40,11 +40,11 @@ def test_the_items_of_an_iterator_are_made_when_their_turn_comes() -> None:
             made.append(number)
             yield {"n": "x" * 100_000}
 
-    source = encode_json_in_pieces({"a": items()})
+    source = iter_json_pieces({"a": items()})
     next(source)
     assert made == [0]
     assert next(source) and made == [0, 1]
-    assert b"".join(encode_json_in_pieces({"a": iter([])})) == b'{"a":[]}'
+    assert b"".join(iter_json_pieces({"a": iter([])})) == b'{"a":[]}'
 
 
 def test_what_is_kept_is_shaped_once() -> None:
@@ -82,7 +82,7 @@ def test_of_all_long_documents_one_slice_is_made_per_turn_of_the_loop() -> None:
                 [
                     len(piece)
                     async for piece in turns.yield_pieces(
-                        encode_json_in_pieces(LazyJsonList([range(4 * SLICE_ITEMS)], shape))
+                        iter_json_pieces(LazyJsonList([range(4 * SLICE_ITEMS)], shape))
                     )
                 ]
             )

@@ -18,7 +18,7 @@ def test_it_reads_as_the_list_of_what_was_put_in(entries: list[TokenEntry], star
     table.extend(entries)
     assert table == entries and entries == table and list(table) == entries
     assert table[start:end] == entries[start:end] and len(table) == len(entries)
-    assert [table.known(i) for i in range(len(table))] == [
+    assert [table.token_logprob_at(i) for i in range(len(table))] == [
         TokenLogprob(e.token_id, e.logprob or 0, e.top) for e in table
     ]
     assert [table[i] for i in range(-len(entries), len(entries))] == entries * 2

@@ -160,7 +160,7 @@ def test_a_refused_batch_is_not_sent_again(collectors: Callable[..., Collector])
 def test_a_shutdown_ends_the_tries(collectors: Callable[..., Collector]) -> None:
     collector = collectors()
     exporter = OtlpExporter(collector.url, "s")
-    exporter.shutdown()
+    exporter.cancel_exports()
     assert exporter.export([trace()]) is False and not collector.bodies
 
 

@@ -10,7 +10,7 @@ from server.asking import asking, write_model
 from server.test_agent_turns import AGENTS, CUT, TURNS
 
 from headstart.openai.canonical.canonical_body import CHAT, MESSAGES, RESPONSES, canonical_body
-from headstart.openai.canonical.plain_items import supported_items
+from headstart.openai.canonical.plain_items import replace_unsupported_items
 
 PLAIN = frozenset({"plain_items"})
 READ = {  # by vLLM and llama.cpp: items, and blocks of messages
@@ -88,7 +88,7 @@ def test_calls_of_custom_tools_and_shells_are_calls_of_functions_and_cut_argumen
         {"type": "reasoning", "id": "s", "summary": [{"type": "summary_text", "text": "why"}]},
         {"type": "local_shell_call", "call_id": "e", "action": 3},
     ]
-    found = supported_items(sent, counts)
+    found = replace_unsupported_items(sent, counts)
     assert found == [
         {"type": "function_call", "call_id": "a", "name": "patch", "arguments": '{"input": "say \\"x\\""}'},
         {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "done"}]},

@@ -42,10 +42,10 @@ async def ask(
 ) -> None:
     sent = messages(front)
     num_tokens = tokens_of(sent)
-    entry = doctor.entry(RequestOrigin("id", tenant=tenant, domain=tenant.encode()), salt, sent, (), num_tokens)
+    entry = doctor.window_entry(RequestOrigin("id", tenant=tenant, domain=tenant.encode()), salt, sent, (), num_tokens)
     assert entry is not None
-    doctor.note(entry)
-    doctor.record_finished(tenant, entry, PromptTokenBreakdown(shared=cached, computed=num_tokens - cached), evicted)
+    doctor.remember_prompt(entry)
+    doctor.examine_finished(tenant, entry, PromptTokenBreakdown(shared=cached, computed=num_tokens - cached), evicted)
     async with asyncio.timeout(PATIENCE):
         while doctor.is_busy:
             await asyncio.sleep(0.001)
@@ -133,7 +133,9 @@ def test_cpu_time_is_bounded_by_its_share() -> None:
 
 
 def test_without_a_share_nothing_is_kept() -> None:
-    assert AvoidableTextEstimator(0.0, lambda: 1e9).entry(RequestOrigin("id"), None, messages(""), (), 100) is None
+    assert (
+        AvoidableTextEstimator(0.0, lambda: 1e9).window_entry(RequestOrigin("id"), None, messages(""), (), 100) is None
+    )
 
 
 def test_the_window_is_bounded_and_drops_the_oldest() -> None:
@@ -162,14 +164,17 @@ def test_a_prompt_is_charged_what_it_holds_in_memory() -> None:
         tracemalloc.start()
         values: list[Any] = json.loads(text)
         doctor = AvoidableTextEstimator(1.0, lambda: 0.0)
-        entry = doctor.entry(RequestOrigin("id"), None, *values, 1)
-        assert entry is not None and (not sent or entry.pieces is not None)
+        entry = doctor.window_entry(RequestOrigin("id"), None, *values, 1)
+        assert entry is not None and (not sent or entry.piece_hashes is not None)
         del values
         gc.collect()
         held = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         assert 0.3 * entry.num_bytes < held <= 1.05 * entry.num_bytes, text[:60]
-    assert doctor.entry(RequestOrigin("id"), None, [{**thought, "reasoning_content": "c" * (2 << 20)}], (), 1) is None
+    assert (
+        doctor.window_entry(RequestOrigin("id"), None, [{**thought, "reasoning_content": "c" * (2 << 20)}], (), 1)
+        is None
+    )
 
 
 def entry_of(sent: list[dict[str, Any]]) -> WindowEntry:
@@ -193,7 +198,7 @@ def stats(prompt: int, computed: int, evicted: int) -> EngineStats:
 def test_the_statistics_line_says_what_was_not_reused_and_why() -> None:
     found = compute_prefix_losses(stats(1000, 100, 0), stats(2000, 840, 40), (500, 0), (1000, 305))
     assert found is not None and found.text() == "not reused 74 %: changing front 61, new 9, evicted 4"
-    assert found.fields() == {"evicted_share": 0.04, "avoidable_share": 0.61}
+    assert found.share_fields() == {"evicted_share": 0.04, "avoidable_share": 0.61}
 
 
 def test_the_shares_of_causes_add_up_even_if_the_sample_says_more() -> None:

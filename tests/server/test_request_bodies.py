@@ -30,7 +30,7 @@ from headstart.openai.request_bodies import (
     parse_detokenize,
     parse_tokenize,
 )
-from headstart.openai.request_json import MAX_DEPTH, check_json_depth, decode_json_text, parse_json_object
+from headstart.openai.request_json import MAX_DEPTH, check_json_depth, parse_json, parse_json_object
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 BOUNDS = RequestBounds(vocab_size=100, max_model_len=64, max_prompts=4, max_messages=5)
@@ -98,7 +98,7 @@ def test_other_threads_may_run_while_slow_numbers_are_decoded(number: bytes) -> 
     before = signal.signal(signal.SIGVTALRM, tick)
     signal.setitimer(signal.ITIMER_VIRTUAL, 0.001, 0.001)  # of CPU time: other load does not matter
     try:
-        values = decode_json_text(body)
+        values = parse_json(body)
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)

@@ -23,13 +23,13 @@ from headstart.server.request_limits import (
     bytes_at_admission,
     check_request_size,
     held_bytes_budget,
-    max_answer_entries,
-    num_answer_entries,
+    max_logprob_entries,
+    num_logprob_entries,
 )
 
 MILLION = 1 << 20
 INFO = EngineInfo("m", "m", 1000, 128 * 1024, 16, 8192, 1, "float32", "cpu", 1, "none", (), "lpm")
-BOUNDS = RequestBounds.of(INFO, ServerOptions())
+BOUNDS = RequestBounds.for_engine(INFO, ServerOptions())
 
 
 def asked(
@@ -54,7 +54,7 @@ def asked(
     ],
 )
 def test_entries_of_an_answer(num_prompts: int, length: int, values: dict[str, Any], entries: int) -> None:
-    assert max_answer_entries(*asked(num_prompts, length, **values)) == entries
+    assert max_logprob_entries(*asked(num_prompts, length, **values)) == entries
 
 
 REASONABLE: list[tuple[int, int, dict[str, Any]]] = [
@@ -99,9 +99,9 @@ def test_what_is_larger_is_refused_with_the_limit_and_a_remedy(
 
 def test_what_is_shown_is_no_more_than_what_was_bounded() -> None:
     requests, params = asked(2, 10, echo=True, logprobs=4, max_tokens=5, n=3)
-    assert num_answer_entries(20, 6 * 5, params) == max_answer_entries(requests, params)
+    assert num_logprob_entries(20, 6 * 5, params) == max_logprob_entries(requests, params)
     requests, params = asked(1, 10, max_tokens=5)
-    assert num_answer_entries(10, 5, params) == 0
+    assert num_logprob_entries(10, 5, params) == 0
 
 
 def test_bytes_of_an_echo_are_held_once_per_prompt() -> None:
@@ -128,7 +128,7 @@ def test_a_budget_refuses_what_exceeds_it_but_not_what_is_alone() -> None:
     first, second = budget.lease(60), budget.lease(40)
     with pytest.raises(QueueFullError):
         first.grow(1)
-    second.resize(500)
+    second.force_resize(500)
     assert budget.held_bytes == 560 and first.num_bytes == 60
     second.release()
     first.grow(40)
@@ -176,14 +176,14 @@ def test_output_is_held_as_it_comes(folder: str, monkeypatch: pytest.MonkeyPatch
     async def run() -> None:
         async with inside(folder) as server:
             budget, most = server.state._held, 0
-            resize = ByteLease.resize
+            resize = ByteLease.force_resize
 
             def watched(lease: ByteLease, num_bytes: int) -> None:
                 nonlocal most
                 resize(lease, num_bytes)
                 most = max(most, budget.held_bytes)
 
-            monkeypatch.setattr(ByteLease, "resize", watched)
+            monkeypatch.setattr(ByteLease, "force_resize", watched)
             requests, params = asked(1, 1, max_tokens=300, logprobs=2)
             assert (await server.complete([7], max_tokens=300, logprobs=2)).status_code == 200
             held = bytes_at_admission(requests, params) + admission.bytes_of_params(params)

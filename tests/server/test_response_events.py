@@ -36,7 +36,7 @@ def streamed(deltas: list[OutputDelta]) -> tuple[list[dict[str, Any]], dict[str,
         whole.parts.add(delta)
     usage = response_usage(USAGE, whole.parts)
     found += events.closing_events(usage)[0]
-    return found, whole.response(usage)
+    return found, whole.finished_response(usage)
 
 
 def test_reasoning_text_and_two_calls_are_four_items() -> None:

@@ -219,7 +219,7 @@ def test_a_client_that_disconnects_aborts_its_response(folder: str, gate: Gate, 
 def test_while_draining_new_responses_are_refused(folder: str) -> None:
     async def go() -> None:
         async with inside(folder) as server:
-            server.state.drain()
+            server.state.start_draining()
             answer = await server.client.post("/v1/responses", json={"input": "x"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
             await until(lambda: server.state.num_jobs == 0)

@@ -24,7 +24,7 @@ def chat(history: list[Json] | None = None, **values: Any) -> Json:
 def refusal(**values: Any) -> InvalidRequestError:
     with pytest.raises(InvalidRequestError) as caught:
         fields = parse_responses(values, BOUNDS)
-        translate_responses(fields, values).parse(BOUNDS)
+        translate_responses(fields, values).parse_chat_body(BOUNDS)
     return caught.value
 
 
@@ -88,7 +88,7 @@ def test_options_have_their_meaning_in_a_chat() -> None:
 def test_a_choice_among_some_tools_is_that_of_a_chat() -> None:
     fields = parse_responses({"input": "x", **ALLOWED}, BOUNDS)
     assert fields.tool_choice == CHOICE
-    tools = translate_responses(fields, {"input": "x", **ALLOWED}).parse(BOUNDS).params.tools
+    tools = translate_responses(fields, {"input": "x", **ALLOWED}).parse_chat_body(BOUNDS).params.tools
     assert tools is not None and [tool.name for tool in tools.callable_tools] == ["f"]
     assert tools.choice.mode == "required" and len(tools.definitions) == 2
 
@@ -156,4 +156,6 @@ def test_an_error_names_the_field_that_the_client_sent(values: dict[str, Any], p
 )
 def test_what_changes_no_answer_is_accepted(values: dict[str, Any]) -> None:
     sent = {"input": "x", **values}
-    assert translate_responses(parse_responses(sent, BOUNDS), sent).parse(BOUNDS).messages[0]["content"] == "x"
+    assert (
+        translate_responses(parse_responses(sent, BOUNDS), sent).parse_chat_body(BOUNDS).messages[0]["content"] == "x"
+    )

@@ -16,7 +16,13 @@ from headstart.core.errors import InvalidRequestError
 from headstart.openai.structured.dropped_keywords import loosen_or_refuse_schema
 from headstart.openai.structured.grammar_text import json_schema_grammar
 from headstart.openai.structured.schema_limits import check_schema_limits
-from headstart.openai.structured.schema_rewrites import BOUNDS, FORMATS, MAX_BOUND, close_schema_objects, rewrite_schema
+from headstart.openai.structured.schema_rewrites import (
+    BOUNDS,
+    FORMATS,
+    MAX_BOUND,
+    adapt_schema_for_llguidance,
+    close_schema_objects,
+)
 
 BYTES = LLTokenizer("byte")
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
@@ -77,10 +83,10 @@ def test_numbers_near_a_bound_are_accepted_only_if_they_satisfy_it(key: str, bou
 @given(st.sampled_from(sorted(BOUNDS)), bounds)
 def test_bounds_are_rounded_inwards_and_once(key: str, bound: float) -> None:
     try:
-        once = rewrite_schema("x", {key: bound})
+        once = adapt_schema_for_llguidance("x", {key: bound})
     except InvalidRequestError:
         return
-    assert rewrite_schema("x", once) == once
+    assert adapt_schema_for_llguidance("x", once) == once
     exact = Decimal(repr(once[key]))
     assert exact >= Decimal(repr(bound)) if "inimum" in key else exact <= Decimal(repr(bound))
 
@@ -99,7 +105,7 @@ def test_bounds_are_rounded_inwards_and_once(key: str, bound: float) -> None:
     ],
 )
 def test_bounds_by_hand(key: str, bound: float, exact: float) -> None:
-    assert rewrite_schema("x", {"items": {key: bound}}) == {"items": {key: exact}}
+    assert adapt_schema_for_llguidance("x", {"items": {key: bound}}) == {"items": {key: exact}}
 
 
 @pytest.mark.parametrize("schema", [{"minimum": 2**60}, {"maximum": -1e20}, {"oneOf": [{}], "maximum": 2**60}])
@@ -198,7 +204,10 @@ def test_values_and_names_that_look_like_keywords_stay() -> None:
         "default": {"maximum": 2**70},
         "enum": [{"minimum": 1e300}],
     }
-    assert rewrite_schema("x", schema) == {**schema, "properties": {**schema["properties"], "const": {"maxItems": 2}}}
+    assert adapt_schema_for_llguidance("x", schema) == {
+        **schema,
+        "properties": {**schema["properties"], "const": {"maxItems": 2}},
+    }
 
 
 def test_an_id_beside_a_reference_depends_on_the_draft() -> None:

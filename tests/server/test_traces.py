@@ -68,19 +68,19 @@ def headers(*values: str) -> list[tuple[bytes, bytes]]:
     ],
 )
 def test_a_callers_span_is_read_as_w3c_says(values: list[str], sampled: bool | None) -> None:
-    found = TraceParent.of([*headers(*values), (b"tracestate", b"a=1"), (b"tracestate", b"b=2")])
+    found = TraceParent.from_headers([*headers(*values), (b"tracestate", b"a=1"), (b"tracestate", b"b=2")])
     expected = None if sampled is None else TraceParent(int(TRACE, 16), int(SPAN, 16), sampled, "a=1,b=2")
     assert found == expected
 
 
 @pytest.mark.parametrize("state", [b"a=" + b"x" * 600, b"a=\x01", b"a=\xe4"])
 def test_a_tracestate_that_may_not_be_passed_on_is_dropped_alone(state: bytes) -> None:
-    found = TraceParent.of([*headers(CALLER), (b"tracestate", state)])
+    found = TraceParent.from_headers([*headers(CALLER), (b"tracestate", state)])
     assert found is not None and found.state == ""
 
 
 def record() -> AccessRecord:
-    return AccessRecord.of({"headers": [], "method": "POST", "path": "/v1/completions"})
+    return AccessRecord.create_in_scope({"headers": [], "method": "POST", "path": "/v1/completions"})
 
 
 def add(tracer: Tracer, count: int) -> None:

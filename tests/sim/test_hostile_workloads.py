@@ -99,7 +99,10 @@ def test_a_scenario_that_never_ends_is_refused(
 def test_hash_ids_may_be_of_any_size_and_only_those_of_the_prompt_are_kept() -> None:
     rows = [{**MOONCAKE, "hash_ids": [2**70, 7, -5]}, {**MOONCAKE, "hash_ids": [2**70, 8]}]
     first, second = requests_from_trace(read_trace(map(json.dumps, rows), TraceUnits(512)))
-    assert first.tokens()[:512] == second.tokens()[:512] and first.tokens()[512:] != second.tokens()[512:]
+    assert (
+        first.prompt_token_ids()[:512] == second.prompt_token_ids()[:512]
+        and first.prompt_token_ids()[512:] != second.prompt_token_ids()[512:]
+    )
     many = json.dumps({**MOONCAKE, "hash_ids": list(range(200_000))})
     read_trace([many], TraceUnits(512))
     tracemalloc.start()

@@ -16,7 +16,7 @@ from headstart.sim.sweep import SimulationConfig
 def run(asked: list[SimRequest], *, replicas: int = 2, blocks: int = 64) -> tuple[VirtualFleet, dict[str, float]]:
     """Run requests; return the fleet and, by request id, the expected time of the first token at each choice."""
     expected: dict[str, float] = {}
-    fleet = SimulationConfig(profile(blocks), replicas, "oracle").build()
+    fleet = SimulationConfig(profile(blocks), replicas, "oracle").build_fleet()
     router = fleet.routers[0]
     pick = router.pick
 
@@ -31,7 +31,7 @@ def run(asked: list[SimRequest], *, replicas: int = 2, blocks: int = 64) -> tupl
 
 
 def test_it_is_the_policy_of_that_name_in_simulations_only() -> None:
-    assert isinstance(SimulationConfig(profile(), 2, "oracle").build().routers[0].policy, OraclePolicy)
+    assert isinstance(SimulationConfig(profile(), 2, "oracle").build_fleet().routers[0].policy, OraclePolicy)
 
 
 def test_a_request_behind_a_running_step_has_the_expected_first_token() -> None:
@@ -60,7 +60,7 @@ def test_an_expectation_is_kept_if_nothing_else_comes(seed: int) -> None:
 
 
 def test_it_goes_where_the_exact_cache_says_and_not_where_the_index_does() -> None:
-    fleet = SimulationConfig(profile(), 2, "oracle").build()
+    fleet = SimulationConfig(profile(), 2, "oracle").build_fleet()
     prompt = SimRequest(0.0, 12, 1, (1, 2, 3), BLOCK)
     for replica in fleet.replicas.values():
         fleet.at(20.0, lambda now, replica=replica: replica.flush())
@@ -70,14 +70,14 @@ def test_it_goes_where_the_exact_cache_says_and_not_where_the_index_does() -> No
 
 
 def test_a_slow_replica_is_avoided_at_once() -> None:
-    fleet = SimulationConfig(profile(), 2, "oracle").build()
+    fleet = SimulationConfig(profile(), 2, "oracle").build_fleet()
     fleet.replicas["r0"].speed.factor = 5.0
     fleet.run([SimRequest(10.0 * index, 4, 1, (index,), BLOCK) for index in range(10)])
     assert {one.replica for one in fleet.records} == {"r1"}
 
 
 def test_a_full_pool_costs_the_time_until_blocks_are_free() -> None:
-    fleet = SimulationConfig(replace(profile(8), max_seqs=8), 2, "oracle").build()
+    fleet = SimulationConfig(replace(profile(8), max_seqs=8), 2, "oracle").build_fleet()
     asked = [SimRequest(0.0, 20, 8, (1, 2, 3, 4, 5), BLOCK), SimRequest(0.5, 4, 1, (9,), BLOCK)]
     fleet.run(asked)
     assert pytest.approx(2) == len({one.replica for one in fleet.records})

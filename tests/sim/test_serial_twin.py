@@ -61,7 +61,8 @@ def serial(asked: list[SimRequest], num: int, num_blocks: int, policy: str) -> l
     rates = StepRates(1e3 * BASE, 0.0, 0.0, 1e3 * TOKEN, 0.0)
     fleet = SerialFleet([SerialReplica(f"r{index}", num_blocks, BLOCK, rates, 0.0) for index in range(num)])
     arrivals = [
-        Arrival(one.at, RoutingRequest(one.prompt(one.tokens(), (BLOCK,)), session=one.session), 1) for one in asked
+        Arrival(one.at, RoutingRequest(one.routing_prompt(one.prompt_token_ids(), (BLOCK,)), session=one.session), 1)
+        for one in asked
     ]
     records = fleet.run(arrivals, [router(num, num_blocks, policy)])
     return sorted(records, key=lambda record: int(record.request_id))

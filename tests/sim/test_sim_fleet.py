@@ -125,12 +125,14 @@ def test_a_fleet_without_replicas_up_fails_its_requests() -> None:
 
 def test_block_ids_stand_for_their_tokens() -> None:
     request = SimRequest(0.0, 10, 1, (7, 8, 9), 4)
-    assert request.tokens() == array("i", [7, 7, 7, 7, 8, 8, 8, 8, 9, 9])
+    assert request.prompt_token_ids() == array("i", [7, 7, 7, 7, 8, 8, 8, 8, 9, 9])
     with pytest.raises(AssertionError, match="ids for"):
-        SimRequest(0.0, 13, 1, (7, 8, 9), 4).tokens()
+        SimRequest(0.0, 13, 1, (7, 8, 9), 4).prompt_token_ids()
 
 
 def test_requests_by_ids_and_by_tokens_run_alike() -> None:
     asked = requests(5, 50)
-    expanded = [SimRequest(one.at, one.prompt_tokens, one.output_tokens, token_ids=one.tokens()) for one in asked]
+    expanded = [
+        SimRequest(one.at, one.prompt_tokens, one.output_tokens, token_ids=one.prompt_token_ids()) for one in asked
+    ]
     assert fleet(2, profile(24)).run(asked) == fleet(2, profile(24)).run(expanded)

@@ -14,7 +14,7 @@ from headstart.sim.sim_workload import (
     SYNTHETIC,
     read_decision_log_requests,
     read_trace_requests,
-    request_window,
+    slice_requests,
     synthetic_requests,
 )
 
@@ -49,10 +49,14 @@ def test_texts_and_lengths_become_tokens(tmp_path: Path) -> None:
     ]
     (tmp_path / "agent").write_text("".join(json.dumps(row) + "\n" for row in texts))
     first, second = read_trace_requests(tmp_path / "agent")
-    assert first.session == "s" and first.tokens()[:18] == second.tokens()[:18] and first.tokens() != second.tokens()
+    assert (
+        first.session == "s"
+        and first.prompt_token_ids()[:18] == second.prompt_token_ids()[:18]
+        and first.prompt_token_ids() != second.prompt_token_ids()
+    )
     (tmp_path / "azure").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
     (one,) = read_trace_requests(tmp_path / "azure")
-    assert (one.prompt_tokens, one.output_tokens, len(one.tokens())) == (374, 44, 374)
+    assert (one.prompt_tokens, one.output_tokens, len(one.prompt_token_ids())) == (374, 44, 374)
 
 
 def test_nothing_left_and_unreadable_files_are_refused(tmp_path: Path) -> None:
@@ -131,4 +135,4 @@ def test_lines_that_are_no_decisions_are_named(tmp_path: Path) -> None:
 
 def test_a_window_keeps_the_distances() -> None:
     asked = requests(1, 10)
-    assert [one.at for one in request_window(asked, 4, 2)] == [0.0, pytest.approx(asked[5].at - asked[4].at)]
+    assert [one.at for one in slice_requests(asked, 4, 2)] == [0.0, pytest.approx(asked[5].at - asked[4].at)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.core.cache.hashing import is_checkpoint_page
+from headstart.core.cache.hashing import is_checkpoint_page_hash
 from headstart.core.errors import ConfigError
 from headstart.sim.profile import REFERENCE, ReplicaProfile
 from headstart.sim.profile_file import load_profile, read_profile_file, write_profile_file
@@ -20,9 +20,9 @@ def cached(replica: SimReplica, name: str, prompt: list[int]) -> int:
     """Serve one request of one token and return the tokens that it found."""
     before, now = replica.scheduler.counters.cached_tokens, 0.0
     replica.submit(name, array("i", prompt), 1, now)
-    while (seconds := replica.begin(now)) is not None:
+    while (seconds := replica.begin_step(now)) is not None:
         now += seconds
-        replica.end()
+        replica.end_step()
     return replica.scheduler.counters.cached_tokens - before
 
 
@@ -34,9 +34,9 @@ def test_a_branch_of_a_hybrid_is_found_at_second_sight(profile: ReplicaProfile, 
     assert found == [0, 0 if profile.state_tokens else 32, third]
     published = replica.pool.published_hashes
     assert isinstance(published, dict)
-    assert sum(map(is_checkpoint_page, published)) % 3 == 0 and any(map(is_checkpoint_page, published)) == bool(
-        profile.state_tokens
-    )
+    assert sum(map(is_checkpoint_page_hash, published)) % 3 == 0 and any(
+        map(is_checkpoint_page_hash, published)
+    ) == bool(profile.state_tokens)
 
 
 def test_a_profile_of_a_hybrid_knows_the_size_of_its_state(tmp_path: Path) -> None:

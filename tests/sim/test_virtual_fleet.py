@@ -75,7 +75,7 @@ class LongestPrefix:
 
     name = "longest-prefix"
 
-    def choose(self, view: PolicyInput) -> RankedCandidates:
+    def rank(self, view: PolicyInput) -> RankedCandidates:
         ranked: list[Candidate] = sorted(view.candidates, key=lambda candidate: -candidate.hit_tokens)
         return RankedCandidates(tuple(ranked), tuple(float(c.hit_tokens) for c in ranked), "longest")
 
@@ -182,7 +182,7 @@ def test_a_replica_that_comes_back_with_other_blocks_is_told_or_found_out() -> N
         def restart(now: float, fleet: VirtualFleet = fleet, one: Router = one, told: bool = told) -> None:
             fleet.replicas["r0"].restart(64, 2 * BLOCK)
             if told:
-                one.endpoints["r0"].reconfigure(2 * BLOCK, ApproximateIndex(64))
+                one.endpoints["r0"].reset_for_block_size(2 * BLOCK, ApproximateIndex(64))
 
         fleet.at(5.05, restart)
         tokens = [[group * 1000 + index for index in range(8 * BLOCK)] for group in range(5)]

@@ -23,13 +23,13 @@ from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.engine.engine_checks import step_limits_of
 from headstart.store.disk import DiskStore
-from headstart.store.format import BlockShape
+from headstart.store.format import StoredBlockFormat
 
 BLOCK_SIZE, BLOCK_BYTES, NUM_BLOCKS = 16, 64 << 10, 4096
 PROMPT_BLOCKS = 300  # and one token; the prompt of a request takes longer than a second
 NUM_RUNNING = 2
 TOKENS_PER_S = 4000.0
-SHAPE = BlockShape(hashlib.sha256(b"killed engine").digest(), BLOCK_SIZE, BLOCK_BYTES)
+SHAPE = StoredBlockFormat(hashlib.sha256(b"killed engine").digest(), BLOCK_SIZE, BLOCK_BYTES)
 MAX_BYTES = 4 << 30
 
 

@@ -17,7 +17,7 @@ from random import Random
 from headstart.core.cache.block_store import BlockKey
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.disk import DiskStore
-from headstart.store.format import BlockShape
+from headstart.store.format import StoredBlockFormat
 
 BLOCK_SIZE = 16
 FINGERPRINT = hashlib.sha256(b"killed").digest()
@@ -26,8 +26,8 @@ MAX_WAITING = 400  # offered and not yet written
 NOISE = Random(4).randbytes(4 << 20)
 
 
-def shape_of(block_bytes: int) -> BlockShape:
-    return BlockShape(FINGERPRINT, BLOCK_SIZE, block_bytes)
+def shape_of(block_bytes: int) -> StoredBlockFormat:
+    return StoredBlockFormat(FINGERPRINT, BLOCK_SIZE, block_bytes)
 
 
 def name_of(seed: int, index: int) -> BlockHash:

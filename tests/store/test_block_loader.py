@@ -96,7 +96,7 @@ def test_a_load_cancelled_while_it_waits_for_a_buffer_ends(bench: Bench) -> None
 def test_single_errors_are_misses_and_three_in_a_row_pause_it(bench: Bench) -> None:
     bench.files.fail(errno.EIO, calls=("preadv",))
     assert [bench.misses(keys(1)) for _ in range(2)] == ["io", "io"] and not bench.loader.health.reason
-    assert bench.misses(keys(1)) == "io" and "EIO" in bench.loader.degraded(bench.clock.now)[0]
+    assert bench.misses(keys(1)) == "io" and "EIO" in bench.loader.fault_descriptions(bench.clock.now)[0]
     num_calls = bench.files.num_calls
     assert bench.misses(keys(1)) == "io" and bench.files.num_calls == num_calls  # not even tried
 
@@ -125,7 +125,7 @@ def test_a_disk_that_does_not_answer_is_overdue(bench: Bench) -> None:
     bench.ask(keys(1))
     assert until(lambda: bench.files.num_hanging == 1) and not bench.loader.is_overdue(bench.clock.now + 0.9)
     assert bench.loader.is_overdue(bench.clock.now + 1.1)
-    assert bench.loader.degraded(bench.clock.now + 60.0) == ["reading: no answer for 60 s"]
+    assert bench.loader.fault_descriptions(bench.clock.now + 60.0) == ["reading: no answer for 60 s"]
     bench.files.gate.set()
     bench.pieces(1)
     assert not bench.loader.is_overdue(bench.clock.now + 60.0)

@@ -29,7 +29,7 @@ from headstart.core.cache.hashing import BlockHash
 from headstart.core.errors import ConfigError
 from headstart.store.catalog import SegmentCatalog
 from headstart.store.files import FileEntry, FileSystemCalls
-from headstart.store.format import BlockShape
+from headstart.store.format import StoredBlockFormat
 
 PER_SEGMENT = 66  # blocks of SHAPE in a folder of SMALL bytes
 
@@ -189,7 +189,7 @@ def test_a_discard_that_fails_is_told_but_holds_here(folder: Path) -> None:
 def test_clearing_deletes_the_segments_of_all(folder: Path) -> None:
     catalog, other = opened(folder), opened(folder)
     catalog.append(chain(5))
-    fill(folder, chain(5, seed=1), shape=BlockShape(b"o" * 32, 4, 64))
+    fill(folder, chain(5, seed=1), shape=StoredBlockFormat(b"o" * 32, 4, 64))
     other.refresh()
     other.clear()
     assert segment_files(folder) == [] and (other.num_blocks, other.num_bytes, other.num_segments) == (0, 0, 0)
@@ -365,7 +365,7 @@ def test_use_renews_the_age_of_a_file_once_a_second(folder: Path) -> None:
         age(path, 1000)
         use()
         renewed = path.stat().st_mtime
-        assert renewed > FileSystemCalls().now() - 500
+        assert renewed > FileSystemCalls().mtime_now() - 500
         age(path, 1000)
         use()
         assert path.stat().st_mtime < renewed - 500

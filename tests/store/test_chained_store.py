@@ -12,11 +12,11 @@ from stored import until
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.cache.block_store import BlockStore
 from headstart.store.disk import DiskStore, TierStore
-from headstart.store.format import BlockShape
+from headstart.store.format import StoredBlockFormat
 from headstart.store.tiers.chained_store import ChainedStore
 
 A, B, C = list(range(8)), list(range(20, 28)), list(range(40, 48))
-SHAPE = BlockShape(b"m" * 32, 4, 32)  # of the checking executor
+SHAPE = StoredBlockFormat(b"m" * 32, 4, 32)  # of the checking executor
 
 
 def slow(seconds: float) -> Habits:

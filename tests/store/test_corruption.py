@@ -19,7 +19,7 @@ import pytest
 from stored_blocks import SHAPE, Block, Watched, chain, fill, opened, read, segment_files
 from xxhash import xxh3_128_digest
 
-from headstart.store.format import HEADER_BYTES, BlockShape, SegmentHeader, decode_header
+from headstart.store.format import HEADER_BYTES, SegmentHeader, StoredBlockFormat, decode_header
 from headstart.store.segment import segment_id
 
 NUM = 6  # blocks in each segment
@@ -94,7 +94,7 @@ def run(folder: Folder, cases: Iterable[Case]) -> Counter[str]:
         else:
             case.damage(folder.first)
             catalog = opened(folder.path, files=files)
-        found = Counter(catalog.skipped)
+        found = Counter(catalog.skipped_by_reason)
         served: set[Block] = set()
         for blocks in folder.blocks:
             for block in blocks:
@@ -254,7 +254,7 @@ def test_two_files_under_each_others_name_serve_nothing(folder: Folder) -> None:
         catalog = early if is_open else opened(folder.path)
         catalog.refresh()
         assert [read(catalog, blocks)[0] for blocks in folder.blocks] == [0, 0]
-        assert is_open or catalog.skipped["swapped"] == 2
+        assert is_open or catalog.skipped_by_reason["swapped"] == 2
 
 
 @pytest.mark.parametrize("part", ["table", "payloads", "both", "one entry"])
@@ -305,7 +305,7 @@ def test_a_future_version_is_left_alone(folder: Folder, value: int) -> None:
     "shape",
     [SHAPE._replace(fingerprint=b"o" * 32), SHAPE._replace(block_size=8), SHAPE._replace(block_bytes=128)],
 )
-def test_another_models_blocks_are_counted_but_not_read(folder: Folder, shape: BlockShape) -> None:
+def test_another_models_blocks_are_counted_but_not_read(folder: Folder, shape: StoredBlockFormat) -> None:
     folder.first.unlink()
     blocks = [
         (key._replace(tokens=b"\1\2\3\4" * shape.block_size), (content * 2)[: shape.block_bytes])
@@ -314,7 +314,7 @@ def test_another_models_blocks_are_counted_but_not_read(folder: Folder, shape: B
     path = fill(folder.path, blocks, shape=shape)
     catalog = opened(folder.path)
     assert read(catalog, folder.blocks[0]) == (0, "gone") and read(catalog, folder.blocks[1]) == (NUM, None)
-    assert catalog.skipped["other shape"] == 1 and catalog.num_corrupt == 0
+    assert catalog.skipped_by_reason["other shape"] == 1 and catalog.num_corrupt == 0
     assert catalog.num_segments == 2 and catalog.num_bytes >= path.stat().st_size > 0
 
 
@@ -371,7 +371,7 @@ def test_an_unreadable_file_is_counted_and_the_others_are_served(folder: Folder,
             return super().open(path, to_write=to_write)
 
     catalog = opened(folder.path, files=Unreadable())
-    assert catalog.skipped["unreadable"] == 1
+    assert catalog.skipped_by_reason["unreadable"] == 1
     assert read(catalog, folder.blocks[0]) == (0, "gone") and read(catalog, folder.blocks[1]) == (NUM, None)
 
 
@@ -394,7 +394,7 @@ def test_a_huge_sparse_file_costs_neither_memory_nor_room(folder: Folder) -> Non
     catalog = opened(folder.path, files=Watched())
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert catalog.skipped["lengths"] == catalog.num_corrupt == 0
+    assert catalog.skipped_by_reason["lengths"] == catalog.num_corrupt == 0
     assert peak < 8 << 20
     assert catalog.num_bytes < 1 << 20
     assert [read(catalog, blocks)[0] for blocks in folder.blocks] == [NUM, NUM]
@@ -405,7 +405,7 @@ def test_files_that_are_not_ours_are_neither_read_nor_counted_nor_deleted(folder
     for name in strange:
         (folder.path / name).write_bytes(folder.contents[folder.first])
     catalog = opened(folder.path)
-    assert catalog.num_segments == 2 and sum(catalog.skipped.values()) == 0
+    assert catalog.num_segments == 2 and sum(catalog.skipped_by_reason.values()) == 0
     catalog.clear()
     assert sorted(file.name for file in folder.path.iterdir()) == sorted(strange)
 

@@ -48,7 +48,7 @@ def blocks(num: int, size: int = PAGE_BYTES) -> list[bytes]:
 
 def test_payloads_come_to_lie_behind_one_another(path: Path) -> None:
     direct = DirectFileWriter(Watched(), path, PAGE_BYTES)
-    assert direct.write(blocks(3), PAGE_BYTES)
+    assert direct.try_write(blocks(3), PAGE_BYTES)
     assert path.read_bytes() == b"\0" * PAGE_BYTES + b"".join(blocks(3))
     direct.close()
     direct.close()
@@ -56,7 +56,7 @@ def test_payloads_come_to_lie_behind_one_another(path: Path) -> None:
 
 def test_the_real_system_writes_the_same_or_says_that_it_does_not(path: Path) -> None:
     direct = DirectFileWriter(FileSystemCalls(), path, PAGE_BYTES)
-    if direct.write(blocks(2), PAGE_BYTES):
+    if direct.try_write(blocks(2), PAGE_BYTES):
         assert path.read_bytes()[PAGE_BYTES:] == b"".join(blocks(2))
     direct.close()
 
@@ -72,25 +72,25 @@ def test_memory_begins_on_a_page() -> None:
 def test_what_is_longer_than_the_buffer_goes_in_several_writes(path: Path, picky: bool) -> None:
     files = Watched(picky=picky)
     size = GATHER_BYTES // 2
-    assert DirectFileWriter(files, path, size).write(blocks(5, size), PAGE_BYTES)
+    assert DirectFileWriter(files, path, size).try_write(blocks(5, size), PAGE_BYTES)
     assert files.written == [2 * size, 2 * size, size] and path.read_bytes()[PAGE_BYTES:] == b"".join(blocks(5, size))
 
 
 def test_one_block_larger_than_the_buffer_is_written_whole(path: Path) -> None:
     size = GATHER_BYTES + PAGE_BYTES
-    assert DirectFileWriter(Watched(picky=True), path, size).write(blocks(1, size), PAGE_BYTES)
+    assert DirectFileWriter(Watched(picky=True), path, size).try_write(blocks(1, size), PAGE_BYTES)
     assert path.stat().st_size == PAGE_BYTES + size
 
 
 @pytest.mark.parametrize("size", [PAGE_BYTES - 1, 512])
 def test_blocks_that_are_no_whole_pages_go_another_way(path: Path, size: int) -> None:
     files = Watched()
-    assert not DirectFileWriter(files, path, size).write(blocks(1, size), PAGE_BYTES) and not files.written
+    assert not DirectFileWriter(files, path, size).try_write(blocks(1, size), PAGE_BYTES) and not files.written
 
 
 def test_an_offset_inside_a_page_goes_another_way(path: Path) -> None:
     files = Watched()
-    assert not DirectFileWriter(files, path, PAGE_BYTES).write(blocks(1), 512) and not files.written
+    assert not DirectFileWriter(files, path, PAGE_BYTES).try_write(blocks(1), 512) and not files.written
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_an_offset_inside_a_page_goes_another_way(path: Path) -> None:
 )
 def test_a_file_system_that_refuses_or_stops_short_is_no_error(path: Path, files: Watched) -> None:
     direct = DirectFileWriter(files, path, PAGE_BYTES)
-    assert not direct.write(blocks(2), PAGE_BYTES)
-    assert not direct.write(blocks(2), PAGE_BYTES)
+    assert not direct.try_write(blocks(2), PAGE_BYTES)
+    assert not direct.try_write(blocks(2), PAGE_BYTES)
     direct.close()
 
 
@@ -107,7 +107,7 @@ def test_a_file_system_that_refuses_or_stops_short_is_no_error(path: Path, files
 def test_what_ails_the_disk_is_told(path: Path, error: int) -> None:
     direct = DirectFileWriter(Watched(late_refusal=error), path, PAGE_BYTES)
     with pytest.raises(OSError) as caught:
-        direct.write(blocks(1), PAGE_BYTES)
+        direct.try_write(blocks(1), PAGE_BYTES)
     assert caught.value.errno == error
     direct.close()
 

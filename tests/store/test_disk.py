@@ -350,12 +350,12 @@ def test_closing_lasts_as_long_as_blocks_are_written(opened: Open, pool: Pool, m
         now, is_writing, is_slow = 0.0, False, False
 
         def monotonic(self) -> float:
-            self.now += self.is_writing
-            return self.now
+            self.mtime_now += self.is_writing
+            return self.mtime_now
 
         def pwritev(self, fd: int, buffers: Sequence[Data], offset: int) -> int:
-            until_then, self.is_writing = self.now + 1.0, self.is_slow
-            assert not self.is_slow or until(lambda: self.now >= until_then)
+            until_then, self.is_writing = self.mtime_now + 1.0, self.is_slow
+            assert not self.is_slow or until(lambda: self.mtime_now >= until_then)
             self.is_writing = False
             return super().pwritev(fd, buffers, offset)
 

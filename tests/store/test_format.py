@@ -12,9 +12,9 @@ from headstart.store.format import (
     MAGIC,
     MAX_SEGMENT_BYTES,
     BlockEntry,
-    BlockShape,
     FormatError,
     SegmentHeader,
+    StoredBlockFormat,
     decode_block_hashes,
     decode_entry,
     decode_header,
@@ -39,7 +39,7 @@ def test_a_header_comes_back_as_it_was() -> None:
 
 def test_the_bytes_of_a_header_are_fixed() -> None:
     """Files outlive the program: who changes this changes the version."""
-    raw = encode_header(SegmentHeader(BlockShape(b"f" * 32, 16, 196_608), 40, OWN_ID))
+    raw = encode_header(SegmentHeader(StoredBlockFormat(b"f" * 32, 16, 196_608), 40, OWN_ID))
     assert raw[:48].hex() == (
         "686561646b760d0a" + "01000000" + "00010000" + "a8000000" + "10000000"
         "0000030000000000" + "2800000000000000" + "0020000000000000"
@@ -85,7 +85,7 @@ def test_lengths_that_agree_with_each_other_but_are_beyond_reason_are_refused(he
 
 
 def test_only_a_single_block_may_be_longer_than_a_segment() -> None:
-    large = BlockShape(b"f" * 32, 16, MAX_SEGMENT_BYTES)
+    large = StoredBlockFormat(b"f" * 32, 16, MAX_SEGMENT_BYTES)
     assert SegmentHeader(large, 1, OWN_ID).is_plausible() and not SegmentHeader(large, 2, OWN_ID).is_plausible()
 
 

@@ -57,11 +57,11 @@ def test_a_block_stored_three_times_is_lost_with_the_last_copy() -> None:
 def test_forgetting_a_block_where_it_is_not_changes_nothing() -> None:
     index, one, two = SlotIndex(), segment(1), segment(2)
     index.add(one, [name_of(0), name_of(1)])
-    index.forget(name_of(0), two, 0)
-    index.forget(name_of(0), one, 1)
-    index.forget(name_of(5), one, 7)
+    index.remove_location(name_of(0), two, 0)
+    index.remove_location(name_of(0), one, 1)
+    index.remove_location(name_of(5), one, 7)
     assert len(index) == 2
-    index.forget(name_of(0), one, 0)
+    index.remove_location(name_of(0), one, 0)
     assert len(index) == 1 and one.block_hashes == [b"", name_of(1)]
     assert index.drop(one) == 1
 
@@ -69,7 +69,7 @@ def test_forgetting_a_block_where_it_is_not_changes_nothing() -> None:
 def test_the_same_block_twice_in_one_segment_is_two_places() -> None:
     index, one = SlotIndex(), segment(1)
     index.add(one, [name_of(0), name_of(0)])
-    index.forget(name_of(0), one, 0)
+    index.remove_location(name_of(0), one, 0)
     assert index.run(KEYS, 0) == SlotRun(one, 1, 1)
     assert index.drop(one) == 1
 

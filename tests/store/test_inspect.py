@@ -9,9 +9,9 @@ from stored_blocks import SHAPE, age, chain, content_of, fill, name_of, opened, 
 
 from headstart.store import inspect
 from headstart.store.files import FileSystemCalls
-from headstart.store.format import BlockShape
+from headstart.store.format import StoredBlockFormat
 
-OTHER = BlockShape(b"o" * 32, SHAPE.block_size, SHAPE.block_bytes)
+OTHER = StoredBlockFormat(b"o" * 32, SHAPE.block_size, SHAPE.block_bytes)
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_is_counted_by_model(folder: Path) -> None:
-    found, now = inspect.stat_folder(folder), FileSystemCalls().now()
+    found, now = inspect.stat_folder(folder), FileSystemCalls().mtime_now()
     assert [(stats.shape, stats.num_segments, stats.num_blocks) for stats in found.shapes] == [
         (SHAPE, 2, 20),
         (OTHER, 1, 5),

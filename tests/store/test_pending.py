@@ -31,29 +31,29 @@ def test_those_offered_first_go_first() -> None:
 
 def test_pinned_ones_go_before_used_ones_before_the_rest() -> None:
     waiting = pending(1, 2, 3, 4)
-    waiting.touch([name(3), name(7)])
-    waiting.keep({name(4), name(5)})
+    waiting.mark_used([name(3), name(7)])
+    waiting.set_pinned({name(4), name(5)})
     waiting.add(offer(5))
     assert taken(waiting) == [4, 5, 3, 1, 2]
 
 
 def test_what_is_no_longer_pinned_still_counts_as_used() -> None:
     waiting = pending(1, 2)
-    waiting.keep({name(2)})
-    waiting.keep(set())
+    waiting.set_pinned({name(2)})
+    waiting.set_pinned(set())
     assert taken(waiting) == [2, 1]
 
 
 def test_too_many_drop_the_oldest_of_those_worth_least() -> None:
     waiting = pending(1, 2, 3, max_blocks=3)
-    waiting.touch([name(2)])
+    waiting.mark_used([name(2)])
     assert waiting.add(offer(4)) == 1
     assert taken(waiting) == [2, 3, 4]
 
 
 def test_pinned_ones_are_dropped_only_when_nothing_else_waits() -> None:
     waiting = PendingOffers(2)
-    waiting.keep({name(1), name(2), name(3)})
+    waiting.set_pinned({name(1), name(2), name(3)})
     assert [waiting.add(offer(number)) for number in (1, 2, 3)] == [0, 0, 1]
     assert taken(waiting) == [2, 3]
 
@@ -74,7 +74,7 @@ def test_put_back_they_are_the_next_but_not_in_place_of_a_newer_version() -> Non
 
 def test_shedding_spares_the_pinned_and_the_newest() -> None:
     waiting = pending(1, 2, 3, 4)
-    waiting.keep({name(1)})
+    waiting.set_pinned({name(1)})
     assert waiting.drop_oldest(1) == 2 and waiting.drop_oldest(1) == 0
     assert taken(waiting) == [1, 4]
 

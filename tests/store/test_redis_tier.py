@@ -116,7 +116,7 @@ def test_values_are_received_into_one_buffer(server: RedisServer, opened: Open, 
     for piece in pieces:
         values = tier._fetch(piece)
         buffers |= {id(value.obj) for value in values if value is not None}
-        assert all(SEALER.open(one, value, buffer) is None for one, value in zip(piece, values, strict=True))
+        assert all(SEALER.open_block(one, value, buffer) is None for one, value in zip(piece, values, strict=True))
     assert buffers == {id(tier._received)}
     tier.close()
 
@@ -226,7 +226,7 @@ def test_other_models_and_secrets_see_nothing_and_can_open_nothing(
         other._catalog.refresh()
         assert not other.contains(name(1)) and load(other, keys(1, 2)) == []
     wrong = BlockSealer(SECRET[::-1], SHAPE)
-    assert all(wrong.open(key(n), value, memoryview(bytearray(BLOCK_BYTES))) == "corrupt" for n in (1, 2))
+    assert all(wrong.open_block(key(n), value, memoryview(bytearray(BLOCK_BYTES))) == "corrupt" for n in (1, 2))
     everything = b"".join([*shown, value, *map(bytes, client(server).dump(stored_names(server)[0]).split())])
     assert name(1) not in everything and name(1)[:8] not in everything and key(1).tokens not in value
 
@@ -251,16 +251,16 @@ VALUE = sealed(1)
 
 
 def opens(value: object, wanted: int = 1) -> str | None:
-    return SEALER.open(key(wanted), value, memoryview(bytearray(BLOCK_BYTES)))
+    return SEALER.open_block(key(wanted), value, memoryview(bytearray(BLOCK_BYTES)))
 
 
 def test_a_sealed_block_opens_and_two_of_one_block_differ() -> None:
     buffer = bytearray(BLOCK_BYTES)
-    assert SEALER.open(key(1), VALUE, memoryview(buffer)) is None and buffer == content(name(1))
+    assert SEALER.open_block(key(1), VALUE, memoryview(buffer)) is None and buffer == content(name(1))
     assert sealed(1) != VALUE and not damage_of_value(VALUE, SEALER.name(name(1)))
     assert opens(VALUE, 2) == "corrupt" and damage_of_value(VALUE, SEALER.name(name(2))) == "value-checksum"
-    assert SEALER.open(key(1)._replace(parent=name(5)), VALUE, memoryview(buffer)) == "mismatch"
-    assert SEALER.open(key(1)._replace(tokens=key(2).tokens), VALUE, memoryview(buffer)) == "mismatch"
+    assert SEALER.open_block(key(1)._replace(parent=name(5)), VALUE, memoryview(buffer)) == "mismatch"
+    assert SEALER.open_block(key(1)._replace(tokens=key(2).tokens), VALUE, memoryview(buffer)) == "mismatch"
 
 
 def test_of_ten_thousand_harmed_values_none_is_opened() -> None:

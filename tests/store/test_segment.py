@@ -91,7 +91,7 @@ def test_after_an_entry_that_could_not_be_written_nothing_more_fits(tmp_path: Pa
     assert writer.room == 0
     writer.close()
     segment = known(writer)
-    assert segments.read_all_block_hashes(FILES, segment) == 1 and segment.block_hashes == [*names(chain(2)), b""]
+    assert segments.add_all_block_hashes(FILES, segment) == 1 and segment.block_hashes == [*names(chain(2)), b""]
 
 
 def test_a_payload_that_could_not_be_written_is_written_again_in_its_place(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_payload_that_could_not_be_written_is_written_again_in_its_place(tmp_p
     files.is_full = False
     writer.append(chain(8, seed=1))
     writer.close()
-    assert segments.read_block_hashes(FILES, known(writer)) == (names(chain(8, seed=1)), 0)
+    assert segments.read_new_block_hashes(FILES, known(writer)) == (names(chain(8, seed=1)), 0)
 
 
 def test_an_entry_that_is_being_written_is_looked_at_again(tmp_path: Path) -> None:
@@ -124,11 +124,11 @@ def test_an_entry_that_is_being_written_is_looked_at_again(tmp_path: Path) -> No
     torn[half] = bytes(half.stop - half.start)
     writer.path.write_bytes(torn)
     segment = known(writer)
-    found, num_bad = segments.read_block_hashes(FILES, segment)
-    segment.note(found)
+    found, num_bad = segments.read_new_block_hashes(FILES, segment)
+    segment.add_block_hashes(found)
     assert (found, num_bad) == (names(chain(1)), 0)
     writer.path.write_bytes(whole)
-    assert segments.read_block_hashes(FILES, segment) == (names(chain(2, first=1)), 0)
+    assert segments.read_new_block_hashes(FILES, segment) == (names(chain(2, first=1)), 0)
     writer.close()
 
 
@@ -140,7 +140,7 @@ def test_an_entry_that_is_damaged_twice_is_damaged_and_does_not_hide_the_next(tm
     content[HEADER.entry_offset(3) : HEADER.entry_offset(4)] = bytes(SHAPE.entry_bytes)  # never reached the disk
     writer.path.write_bytes(content)
     segment = known(writer)
-    assert segments.read_all_block_hashes(FILES, segment) == 2
+    assert segments.add_all_block_hashes(FILES, segment) == 2
     assert segment.block_hashes == [name_of(0), b"", name_of(2), b"", name_of(4)]
     writer.close()
 
@@ -153,7 +153,7 @@ def test_a_payload_without_an_entry_is_no_block_and_no_damage(tmp_path: Path) ->
         file.seek(HEADER.payload_offset(2))
         file.write(content_of(2))
     segment = known(writer)
-    assert segments.read_all_block_hashes(FILES, segment) == 0 and segment.block_hashes == names(chain(2))
+    assert segments.add_all_block_hashes(FILES, segment) == 0 and segment.block_hashes == names(chain(2))
     assert not segments.is_truncated(FILES, segment)
     writer.close()
 

@@ -12,7 +12,7 @@ from headstart.core.cache.block_store import Data
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.catalog import SegmentCatalog
 from headstart.store.files import DiskSpace, FileSystemCalls
-from headstart.store.format import BlockShape
+from headstart.store.format import StoredBlockFormat
 
 PER_SEGMENT = 66
 SEGMENT_BYTES = 8192 + PER_SEGMENT * 64
@@ -159,7 +159,7 @@ def test_where_all_is_kept_there_is_no_room_and_nothing_is_lost(folder: Path) ->
 
 
 def test_other_models_segments_are_evicted_as_well(folder: Path) -> None:
-    other = BlockShape(b"o" * 32, SHAPE.block_size, SHAPE.block_bytes)
+    other = StoredBlockFormat(b"o" * 32, SHAPE.block_size, SHAPE.block_bytes)
     theirs = [fill(folder, chain(66, seed=seed), shape=other) for seed in range(5)]
     for seconds, path in enumerate(theirs):
         age(path, 1000 - seconds)
@@ -198,7 +198,7 @@ def test_a_file_from_the_future_is_neither_first_nor_for_ever(folder: Path) -> N
     age(paths[0], -86_400)
     catalog = opened(folder)
     write(catalog, chain(10, seed=9))
-    assert paths[0].exists() and paths[0].stat().st_mtime < FileSystemCalls().now() + 10
+    assert paths[0].exists() and paths[0].stat().st_mtime < FileSystemCalls().mtime_now() + 10
 
 
 class Disk(FileSystemCalls):

@@ -48,8 +48,8 @@ def bench(tmp_path: Path) -> Bench:
 
 def test_pinned_ones_are_read_first_then_those_in_use(bench: Bench) -> None:
     bench.offer(1, 2, 3, 4)
-    bench.writer.touch(names(3))
-    bench.writer.keep(frozenset(names(4)))
+    bench.writer.mark_used(names(3))
+    bench.writer.set_pinned(frozenset(names(4)))
     assert not bench.writer.round() and bench.pool.asked == [4, 3, 1, 2] and bench.has(1, 2, 3, 4)
 
 
@@ -65,7 +65,7 @@ def test_what_is_pinned_stays_recent_for_other_processes(bench: Bench, tmp_path:
         return file.stat().st_mtime > 1
 
     assert not is_renewed_after(100.0)
-    bench.writer.keep(frozenset(names(1)))
+    bench.writer.set_pinned(frozenset(names(1)))
     assert is_renewed_after(0.0) and not is_renewed_after(4.9) and is_renewed_after(0.2)
 
 
@@ -79,7 +79,7 @@ def test_a_run_is_bounded_and_the_rest_follows(bench: Bench, monkeypatch: pytest
 
 def test_what_has_waited_for_long_is_written_by_the_second_thread_and_no_sooner(bench: Bench) -> None:
     bench.writer.offer(BlockOffer(1, 1, key(1), bench.clock.now))
-    thread = threading.Thread(target=bench.writer.run_when_late)
+    thread = threading.Thread(target=bench.writer.run_late_rounds)
     thread.start()
     bench.clock.now += 0.9 * LATE_SECONDS
     thread.join(3 * LATE_SECONDS)  # it looks several times
@@ -131,7 +131,7 @@ def test_more_offers_than_it_keeps_are_counted(tmp_path: Path, monkeypatch: pyte
     assert bench.lost() == {"overload": 1} and bench.writer.num_pending == 3
     bench.writer.round()
     bench.offer(5)
-    bench.writer.touch(names(1))
+    bench.writer.mark_used(names(1))
     bench.writer.round()
     bench.writer.source = bench.pool
     bench.writer.round()
@@ -144,11 +144,11 @@ def test_a_failing_disk_keeps_one_run_and_all_that_is_pinned_for_the_next_try(
 ) -> None:
     monkeypatch.setattr(bench.writer, "_run_blocks", 2)
     bench.files.fail(error, calls=("create", "pwritev"))
-    bench.writer.keep(frozenset(names(1, 2, 3)))
+    bench.writer.set_pinned(frozenset(names(1, 2, 3)))
     bench.offer(1, 2, 3, 4, 5, 6, 7)
     assert not bench.writer.round()
     assert bench.lost() == {"degraded": 2} and bench.writer.num_pending == 5
-    assert errno.errorcode[error] in bench.writer.degraded(bench.clock.now)[0]
+    assert errno.errorcode[error] in bench.writer.fault_descriptions(bench.clock.now)[0]
     bench.pool.asked.clear()
     bench.files.heal()
     bench.writer.round()
@@ -156,7 +156,7 @@ def test_a_failing_disk_keeps_one_run_and_all_that_is_pinned_for_the_next_try(
     bench.clock.now += 1.0
     while bench.writer.round():
         pass
-    assert bench.has(1, 2, 3, 6, 7) and bench.writer.degraded(bench.clock.now) == []
+    assert bench.has(1, 2, 3, 6, 7) and bench.writer.fault_descriptions(bench.clock.now) == []
     assert bench.writer.num_degraded == 1
 
 
@@ -169,14 +169,14 @@ def test_without_anything_to_write_it_finds_out_by_itself_that_the_disk_works_ag
     for _ in range(3):
         bench.clock.now += 30.0
         bench.writer.round()
-    assert bench.writer.degraded(bench.clock.now) == [] and not bench.has(1)
+    assert bench.writer.fault_descriptions(bench.clock.now) == [] and not bench.has(1)
 
 
 def test_forgetting_comes_before_what_was_offered_later(bench: Bench) -> None:
     bench.offer(1, 2)
     bench.writer.round()
     bench.offer(3)
-    order = bench.writer.forget(names(1, 3))
+    order = bench.writer.queue_discard(names(1, 3))
     bench.offer(1)
     assert bench.writer.num_settled < order
     bench.writer.round()
@@ -188,10 +188,14 @@ def test_nothing_is_written_before_a_failed_order_to_forget_has_been_carried_out
     bench.offer(1)
     bench.writer.round()
     bench.files.fail(errno.EROFS, calls=("unlink",))
-    order = bench.writer.forget(None)
+    order = bench.writer.queue_discard(None)
     bench.offer(1, 2)
     bench.writer.round()
-    assert bench.writer.num_settled < order and bench.pool.asked == [1] and bench.writer.degraded(bench.clock.now)
+    assert (
+        bench.writer.num_settled < order
+        and bench.pool.asked == [1]
+        and bench.writer.fault_descriptions(bench.clock.now)
+    )
     bench.files.heal()
     bench.clock.now += 30.0
     bench.writer.round()
@@ -202,7 +206,7 @@ def test_a_block_that_could_not_be_marked_as_forgotten_is_marked_by_the_next_try
     bench.offer(1)
     bench.writer.round()
     bench.files.fail(errno.EIO, 2, 2, calls=("pread", "pwritev"))
-    order = bench.writer.forget(names(1))
+    order = bench.writer.queue_discard(names(1))
     bench.writer.round()
     assert bench.writer.num_settled < order
     bench.files.heal()
@@ -220,7 +224,7 @@ def test_a_source_that_fails_pauses_writing_and_no_more(bench: Bench, capsys: py
     bench.writer.source = broken
     bench.offer(1)
     bench.writer.round()
-    assert bench.writer.degraded(bench.clock.now) == ["writing: RuntimeError: no such block"]
+    assert bench.writer.fault_descriptions(bench.clock.now) == ["writing: RuntimeError: no such block"]
     bench.writer.source = bench.pool
     bench.offer(2)
     bench.clock.now += 1.0
@@ -234,21 +238,21 @@ def test_a_folder_that_cannot_be_listed_does_not_keep_it_from_writing(bench: Ben
         bench.offer(number)
         bench.writer.round()
         bench.clock.now += 0.1
-    assert bench.has(1, 2, 3, 4) and "other processes" in bench.writer.degraded(bench.clock.now)[0]
+    assert bench.has(1, 2, 3, 4) and "other processes" in bench.writer.fault_descriptions(bench.clock.now)[0]
     bench.files.heal()
     bench.clock.now += 30.0
     bench.writer.round()
-    assert bench.writer.degraded(bench.clock.now) == []
+    assert bench.writer.fault_descriptions(bench.clock.now) == []
 
 
 def test_what_does_not_fit_beside_pinned_blocks_is_lost_and_the_store_says_so(tmp_path: Path) -> None:
     bench = Bench(tmp_path, max_bytes=12 * BLOCK_BYTES)
-    bench.writer.keep(frozenset(names(*range(30))))
+    bench.writer.set_pinned(frozenset(names(*range(30))))
     for number in range(30):
         bench.offer(number)
         bench.clock.now += 31.0
         bench.writer.round()
-    assert "ENOSPC" in bench.writer.degraded(bench.clock.now)[0]
+    assert "ENOSPC" in bench.writer.fault_descriptions(bench.clock.now)[0]
     assert bench.catalog.num_bytes <= 12 * BLOCK_BYTES and bench.has(0, 1, 2)
 
 
@@ -257,12 +261,12 @@ def test_a_round_without_end_is_told_as_degraded(bench: Bench) -> None:
 
     def slow(block: int, version: int) -> None:
         bench.clock.now += 60.0
-        seen.extend(bench.writer.degraded(bench.clock.now))
+        seen.extend(bench.writer.fault_descriptions(bench.clock.now))
 
     bench.writer.source = slow
     bench.offer(1)
     bench.writer.round()
-    assert seen == ["writing: no answer for 60 s"] and not bench.writer.degraded(bench.clock.now)
+    assert seen == ["writing: no answer for 60 s"] and not bench.writer.fault_descriptions(bench.clock.now)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux only")
@@ -286,7 +290,7 @@ def test_how_long_the_first_in_line_waits_is_told(bench: Bench, monkeypatch: pyt
         bench.writer.offer(BlockOffer(number, 1, key(number), bench.clock.now))
         bench.clock.now += 3.0
     assert waits() == 6.0  # also before the thread has seen them
-    bench.writer.touch(names(2))
+    bench.writer.mark_used(names(2))
     bench.writer.round()
     assert bench.has(2) and waits() == 6.0
     bench.writer.round()

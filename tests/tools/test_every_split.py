@@ -211,7 +211,7 @@ def test_a_long_text_is_read_in_pieces_so_that_what_is_unread_is_not_copied_for_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     copied = 0
-    take = text_reader.TextReader.take
+    take = text_reader.TextReader.take_kept
 
     def counted(reader: text_reader.TextReader) -> str:
         nonlocal copied
@@ -219,7 +219,7 @@ def test_a_long_text_is_read_in_pieces_so_that_what_is_unread_is_not_copied_for_
         copied += len(reader.text)
         return taken
 
-    monkeypatch.setattr(text_reader.TextReader, "take", counted)
+    monkeypatch.setattr(text_reader.TextReader, "take_kept", counted)
     num_chars = 0
     argument = "<tool_call>f<arg_key>a</arg_key><arg_value>"
     for family, text in (

@@ -16,7 +16,7 @@ from headstart.bundled import bundled_model_folder
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.chat.chat_delta import ChatDelta, join_deltas
-from headstart.openai.engine_requests import with_chat_output
+from headstart.openai.engine_requests import with_output_formats
 from headstart.openai.generation_params import ParamsKind, parse_params
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
@@ -75,7 +75,7 @@ class Answers:
         parser = family.partition("-")[0]
         self.bounds = RequestBounds(self.tokenizer.vocab_size, 4096, tool_call_parser=parser)
         params = parse_params({"tools": TOOLS, **fields}, self.bounds, ParamsKind.CHAT)
-        self.params = with_chat_output(params, self.encode(prompt), self.tokenizer, self.bounds)
+        self.params = with_output_formats(params, self.encode(prompt), self.tokenizer, self.bounds)
         end = backend.token_to_id("<|end|>")
         self.engine = LLTokenizer(backend.to_str(), eos_token=end)
 

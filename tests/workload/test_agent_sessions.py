@@ -56,7 +56,7 @@ def read_sessions(sessions: list[dict[str, Any]]) -> Trace:
     """Return sessions as a trace, each from time 0."""
     reader = SessionReader()
     for one in sessions:
-        reader.add(one)
+        reader.add_session(one)
     return reader.trace()
 
 
@@ -76,9 +76,9 @@ def test_times_lengths_and_agents_of_a_session() -> None:
         "made/a1": [20, 24],
         "made/a2": [21.5, 60],
     }
-    assert [one.length for one in found["made"]] == [192, 261, 320, 192] and {one.root for one in trace.requests} == {
-        "made"
-    }
+    assert [one.length for one in found["made"]] == [192, 261, 320, 192] and {
+        one.root_session for one in trace.requests
+    } == {"made"}
 
 
 def test_a_request_waits_for_the_answers_that_it_needs_and_for_the_recorded_pause() -> None:
@@ -223,21 +223,21 @@ def test_sessions_one_at_a_time_follow_one_another() -> None:
 def test_whole_sessions_are_left_out_if_one_prompt_is_too_long() -> None:
     long = session("long", [call(0, [1]), subagent(1, "a", [call(2, [1, 2, 3, 4, 5, 6])])])
     trace = read_sessions([MADE, long]).up_to_length(330)
-    assert {one.root for one in trace.requests} == {"made"} and trace.num_dropped == 2
+    assert {one.root_session for one in trace.requests} == {"made"} and trace.num_dropped == 2
 
 
 def test_a_simulated_request_comes_when_the_answers_it_needs_have_ended() -> None:
     trace = read_sessions([MADE])
     requests = requests_from_trace(trace.with_divided_lengths(16))
     profile = SERIAL
-    records = SimulationConfig(profile, 1).run(requests).records
+    records = SimulationConfig(profile, 1).run_workload(requests).records
     found = {int(one.record.request_id): one.record for one in records}
     assert len(found) == 8 and not any(one.error for one in found.values())
     for index, request in enumerate(requests):
         if request.after:
             ends = [found[before].finish or 0.0 for before in request.after]
             assert found[index].arrival == pytest.approx(max(ends) + request.pause)
-    faster = SimulationConfig(profile, 1).run(requests_from_trace(trace, speed=2.0)).records
+    faster = SimulationConfig(profile, 1).run_workload(requests_from_trace(trace, speed=2.0)).records
     assert max(one.record.arrival for one in faster) < max(one.arrival for one in found.values())
 
 
@@ -246,11 +246,11 @@ def test_a_simulated_request_comes_when_the_answers_it_needs_have_ended() -> Non
 def test_recorded_sessions_are_read_whole() -> None:
     options = TraceOptions(divisor=16, sessions_at_once=8)
     trace = options.read(RECORDED)
-    assert len(trace.requests) == 3530 and len({one.root for one in trace.requests}) == 59
+    assert len(trace.requests) == 3530 and len({one.root_session for one in trace.requests}) == 59
     assert len({one.session for one in trace.requests}) == 63 and trace.block_size == 4
     prompts = trace_block_paths(read_trace_file(RECORDED))
     hits = 1 - prompts.num_distinct / sum(map(len, prompts.paths))
     assert 0.955 < hits < 0.97  # published: 96 % of prompt blocks come back
     part = requests_from_trace(trace.first(300))
-    records = SimulationConfig(SERIAL, 2).run(part).records
+    records = SimulationConfig(SERIAL, 2).run_workload(part).records
     assert len(records) == 300 and not any(one.record.error for one in records)

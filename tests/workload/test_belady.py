@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart.core.cache.free_blocks import EVICTION_POLICIES
+from headstart.core.cache.idle_blocks import EVICTION_POLICIES
 from headstart.workload.belady import belady_hits, infinite_cache_hits
 from headstart.workload.block_paths import BlockPaths
 from headstart_lab.cache.eviction_replay import replay

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.workload.jobs import make_jobs, perfect_cache_tokens
+from headstart.workload.jobs import jobs_from_prompts, perfect_cache_prefill_tokens
 
 
 def by_trie(prompts: list[list[int]]) -> int:
@@ -22,7 +22,7 @@ def by_trie(prompts: list[list[int]]) -> int:
 
 
 def ideal(*prompts: list[int]) -> int:
-    return perfect_cache_tokens([array("i", prompt) for prompt in prompts])
+    return perfect_cache_prefill_tokens([array("i", prompt) for prompt in prompts])
 
 
 def test_every_distinct_prefix_counts_once_and_a_repeat_one_token() -> None:
@@ -40,8 +40,8 @@ def test_it_agrees_with_a_trie(prompts: list[list[int]]) -> None:
 
 
 def test_jobs_are_due_as_told() -> None:
-    jobs = make_jobs([array("i", [1]), array("i", [2])], 3, [0.0, 1.5])
+    jobs = jobs_from_prompts([array("i", [1]), array("i", [2])], 3, [0.0, 1.5])
     assert [(job.prompt[0], job.output, job.at) for job in jobs] == [(1, 3, 0.0), (2, 3, 1.5)]
-    assert [job.at for job in make_jobs([array("i", [1])], 1)] == [0.0]
+    assert [job.at for job in jobs_from_prompts([array("i", [1])], 1)] == [0.0]
     with pytest.raises(ValueError):
-        make_jobs([array("i", [1])], 1, [])
+        jobs_from_prompts([array("i", [1])], 1, [])

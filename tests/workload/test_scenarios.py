@@ -7,23 +7,23 @@ from random import Random
 import pytest
 
 from headstart.workload import scenarios
-from headstart.workload.jobs import perfect_cache_tokens
+from headstart.workload.jobs import perfect_cache_prefill_tokens
 from headstart.workload.scenarios import WorkloadScenario
 from headstart.workload.synthetic import RequestShape, random_tokens
 
 VOCAB_SIZE = 32_000
 SHAPE = RequestShape(shared=40, own=8, output=3)
 EVERY: dict[str, Callable[[Random], WorkloadScenario]] = {
-    "rotations": lambda rng: scenarios.rotations(VOCAB_SIZE, rng, count=4, length=33, passes=2),
+    "rotations": lambda rng: scenarios.rotations_scenario(VOCAB_SIZE, rng, count=4, length=33, passes=2),
     "single": lambda rng: scenarios.single_stream_scenario(VOCAB_SIZE, rng, prompt=8, output=3, requests=2),
     "cold": lambda rng: scenarios.cold_ttft_scenario(VOCAB_SIZE, rng, length=20, requests=2),
     "warm": lambda rng: scenarios.warm_ttft_scenario(VOCAB_SIZE, rng, shape=SHAPE, requests=2),
-    "prefill": lambda rng: scenarios.prefill(VOCAB_SIZE, rng, lengths=(10, 20), cached_share=0.5, requests=2),
-    "decode": lambda rng: scenarios.decode(VOCAB_SIZE, rng, is_shared=True, streams=3, shape=SHAPE),
-    "decode, distinct": lambda rng: scenarios.decode(VOCAB_SIZE, rng, is_shared=False, streams=3, shape=SHAPE),
-    "shared-prefix": lambda rng: scenarios.shared_prefix(VOCAB_SIZE, rng, groups=2, prompts=3, shape=SHAPE),
+    "prefill": lambda rng: scenarios.prefill_scenario(VOCAB_SIZE, rng, lengths=(10, 20), cached_share=0.5, requests=2),
+    "decode": lambda rng: scenarios.decode_scenario(VOCAB_SIZE, rng, is_shared=True, streams=3, shape=SHAPE),
+    "decode, distinct": lambda rng: scenarios.decode_scenario(VOCAB_SIZE, rng, is_shared=False, streams=3, shape=SHAPE),
+    "shared-prefix": lambda rng: scenarios.shared_prefix_scenario(VOCAB_SIZE, rng, groups=2, prompts=3, shape=SHAPE),
     "twins": lambda rng: scenarios.shared_burst_scenario(VOCAB_SIZE, rng, requests=3, shape=SHAPE),
-    "intent": lambda rng: scenarios.intent(VOCAB_SIZE, rng, shape=SHAPE, requests=2),
+    "intent": lambda rng: scenarios.intent_scenario(VOCAB_SIZE, rng, shape=SHAPE, requests=2),
     "poisson": lambda rng: scenarios.poisson_intent_scenario(
         VOCAB_SIZE, rng, due=(0.5, 1.0), prefix=random_tokens(40, VOCAB_SIZE, rng), shape=SHAPE
     ),
@@ -35,7 +35,7 @@ def ideals(scenario: WorkloadScenario) -> list[int]:
     prompts, totals = [], [0]
     for phase in scenario.phases:
         prompts += [job.prompt for job in phase.jobs]
-        totals.append(perfect_cache_tokens(prompts))
+        totals.append(perfect_cache_prefill_tokens(prompts))
     return [after - before for before, after in pairwise(totals)]
 
 
@@ -82,7 +82,7 @@ def test_decoding_streams_share_one_prefix_or_have_their_own() -> None:
 
 def test_questions_come_in_random_order_when_they_are_due() -> None:
     due = [0.1 * i for i in range(40)]
-    scenario = scenarios.shared_prefix(VOCAB_SIZE, Random(3), groups=2, prompts=20, shape=SHAPE, due=due)
+    scenario = scenarios.shared_prefix_scenario(VOCAB_SIZE, Random(3), groups=2, prompts=20, shape=SHAPE, due=due)
     jobs = scenario.phases[0].jobs
     assert [job.at for job in jobs] == due
     groups = [job.prompt[:40].tobytes() for job in jobs]

@@ -31,10 +31,10 @@ def test_goodput_counts_what_met_the_limits_per_second_of_the_whole_run() -> Non
 
 def test_a_rate_holds_when_the_90th_percentile_of_every_latency_does() -> None:
     records = [record(0.1, 1.0)] * 10 + [record(0.1, 9.0)]
-    assert Slo(e2e=1.0).holds(records)
-    assert not Slo(e2e=1.0).holds([*records, record(0.1, 9.0)])
-    assert not Slo(ttft=0.05, e2e=1.0).holds(records)
-    assert not Slo(e2e=1.0).holds([*records, record(0.1, 1.0, error="x")])
+    assert Slo(e2e=1.0).is_met_at_percentile(records)
+    assert not Slo(e2e=1.0).is_met_at_percentile([*records, record(0.1, 9.0)])
+    assert not Slo(ttft=0.05, e2e=1.0).is_met_at_percentile(records)
+    assert not Slo(e2e=1.0).is_met_at_percentile([*records, record(0.1, 1.0, error="x")])
 
 
 @given(st.lists(st.floats(0.1, 3.0), min_size=1, max_size=40), st.floats(0.1, 3.0))
@@ -42,4 +42,4 @@ def test_what_is_called_sure_to_miss_does_miss(latencies: list[float], limit: fl
     records, slo = [record(0.05, e2e) for e2e in latencies], Slo(e2e=limit)
     watch = LatenessEarlyStop(len(records), slo)
     if any([watch(found) for found in records]):
-        assert not slo.holds(records)
+        assert not slo.is_met_at_percentile(records)

@@ -14,7 +14,7 @@ from headstart.workload.synthetic import (
     random_tokens,
     rotations,
     shared_prefix,
-    unit_rate_arrivals,
+    unit_poisson_arrivals,
 )
 
 
@@ -70,7 +70,7 @@ def test_poisson_arrivals_come_at_the_rate_with_exponential_gaps(rate: float) ->
 
 
 def test_a_longer_draw_starts_with_the_shorter_one() -> None:
-    assert unit_rate_arrivals(5, Random(1)) == unit_rate_arrivals(9, Random(1))[:5]
+    assert unit_poisson_arrivals(5, Random(1)) == unit_poisson_arrivals(9, Random(1))[:5]
 
 
 def test_a_rate_of_zero_is_refused() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headstart.cli.main import main
 from headstart.core.errors import ConfigError
-from headstart.workload.jobs import perfect_cache_tokens
+from headstart.workload.jobs import perfect_cache_prefill_tokens
 from headstart.workload.recorded.trace_files import read_trace_file
 from headstart.workload.recorded.trace_units import RECOGNISED, TraceUnits, seconds_per_unit, tokens_per_id
 from headstart.workload.traces import read_trace
@@ -153,7 +153,7 @@ def test_scaled_lengths_share_the_scaled_part(factor: float, size: int) -> None:
     shared = round(4998 // size * size * factor)
     assume(shared > 4)
     assert first.prompt[: shared - 1] == third.prompt[: shared - 1]
-    assert perfect_cache_tokens([first.prompt, third.prompt]) >= len(first.prompt)
+    assert perfect_cache_prefill_tokens([first.prompt, third.prompt]) >= len(first.prompt)
 
 
 def test_lengths_are_divided_with_their_blocks() -> None:

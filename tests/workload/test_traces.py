@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.core.errors import ConfigError
-from headstart.workload.jobs import perfect_cache_tokens
+from headstart.workload.jobs import perfect_cache_prefill_tokens
 from headstart.workload.traces import Trace, TracedRequest, read_trace
 
 RECORDED = Path(__file__).parents[3] / "shared" / "traces"
@@ -45,9 +45,9 @@ def test_mooncake_ids_become_the_same_tokens_wherever_they_occur() -> None:
 
 def test_scaling_keeps_what_is_shared_and_makes_the_longest_fit() -> None:
     trace = read_trace(lines(MOONCAKE))
-    factor = trace.factor(256)
+    factor = trace.fitting_length_factor(256)
     jobs = trace.jobs(32_000, 0, factor=factor, speed=4.0)
-    assert factor == 0.25 and trace.factor(0) == trace.factor(5000) == 1.0
+    assert factor == 0.25 and trace.fitting_length_factor(0) == trace.fitting_length_factor(5000) == 1.0
     assert [(len(job.prompt), job.output, job.at) for job in jobs] == [(250, 2, 0.0), (256, 10, 0.25), (150, 1, 0.5)]
     assert common(jobs[0].prompt, jobs[2].prompt) == 128
 
@@ -66,7 +66,7 @@ def test_azure_has_lengths_and_shares_nothing() -> None:
     assert trace.kind == "azure"
     assert [(len(job.prompt), job.output) for job in jobs] == [(374, 44), (96, 9)]
     assert jobs[1].at == pytest.approx(4.21941)
-    assert perfect_cache_tokens([job.prompt for job in jobs]) == 374 + 96
+    assert perfect_cache_prefill_tokens([job.prompt for job in jobs]) == 374 + 96
 
 
 def test_another_seed_shares_the_same_way_and_nothing_with_the_first() -> None:
@@ -74,8 +74,8 @@ def test_another_seed_shares_the_same_way_and_nothing_with_the_first() -> None:
         trace = read_trace(lines(rows))
         one, again, other = (trace.jobs(32_000, seed) for seed in (1, 1, 2))
         assert one == again
-        assert [perfect_cache_tokens([job.prompt for job in jobs]) for jobs in (one, other)] == [
-            perfect_cache_tokens([job.prompt for job in one])
+        assert [perfect_cache_prefill_tokens([job.prompt for job in jobs]) for jobs in (one, other)] == [
+            perfect_cache_prefill_tokens([job.prompt for job in one])
         ] * 2
         assert common(one[0].prompt, other[0].prompt) == 0
 
@@ -148,8 +148,8 @@ def test_recorded_traces_are_read_whole(name: str, kind: str, requests: int) -> 
         trace = read_trace(file)
     assert (trace.kind, len(trace.requests)) == (kind, requests)
     part = trace.first(40)
-    jobs = part.jobs(32_000, 0, factor=part.factor(500))
+    jobs = part.jobs(32_000, 0, factor=part.fitting_length_factor(500))
     assert max(len(job.prompt) for job in jobs) <= 501 and all(job.prompt for job in jobs)
     if kind != "azure":
         prompts = [job.prompt for job in jobs]
-        assert perfect_cache_tokens(prompts) < 0.98 * sum(len(prompt) for prompt in prompts)
+        assert perfect_cache_prefill_tokens(prompts) < 0.98 * sum(len(prompt) for prompt in prompts)

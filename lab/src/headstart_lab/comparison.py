@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from random import Random
 
 from headstart.bench.measure import PhaseResult, ScenarioResult, measure_scenario
-from headstart.bench.rate_report import DEFAULTS, RateConfig, cached_prefix_load, measure_highest_rate
+from headstart.bench.rate_report import DEFAULTS, RateSearchConfig, cached_prefix_load, measure_rates_until_highest
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.runner import JobRunner
 from headstart.workload import scenarios
-from headstart.workload.jobs import GREEDY, JobSampling
+from headstart.workload.jobs import GREEDY, TokenSampling
 from headstart.workload.request_record import median
 from headstart.workload.scenarios import WorkloadScenario
 from headstart.workload.slo import Slo
@@ -54,12 +54,12 @@ class Outcome:
 
 def ttft(result: PhaseResult) -> float | None:
     """Return the median seconds to the first token."""
-    return result.trial.ttft
+    return result.trial.median_ttft
 
 
 def tpot(result: PhaseResult) -> float | None:
     """Return the median seconds per output token after the first."""
-    return result.trial.tpot
+    return result.trial.median_tpot
 
 
 def seconds(result: PhaseResult) -> float | None:
@@ -72,14 +72,14 @@ def decode_rate(result: PhaseResult) -> float | None:
     return result.trial.decode_rate
 
 
-def _decode(is_shared: bool, sampling: JobSampling = GREEDY) -> Build:
-    return lambda vocab_size, rng: scenarios.decode(vocab_size, rng, is_shared=is_shared, sampling=sampling)
+def _decode(is_shared: bool, sampling: TokenSampling = GREEDY) -> Build:
+    return lambda vocab_size, rng: scenarios.decode_scenario(vocab_size, rng, is_shared=is_shared, sampling=sampling)
 
 
 SAMPLED = {
-    "decode_temperature": JobSampling(temperature=1.0),
-    "decode_top_p": JobSampling(temperature=1.0, top_p=0.95),
-    "decode_top_k": JobSampling(temperature=1.0, top_p=0.8, top_k=20),
+    "decode_temperature": TokenSampling(temperature=1.0),
+    "decode_top_p": TokenSampling(temperature=1.0, top_p=0.95),
+    "decode_top_k": TokenSampling(temperature=1.0, top_p=0.8, top_k=20),
 }
 """Rows that are `decode_shared` with sampled tokens."""
 
@@ -89,7 +89,7 @@ ROWS: dict[str, Row] = {
     "warm_ttft": Row(scenarios.warm_ttft_scenario, (Part("warm_ttft", "warm", ttft),)),
     "cold_ttft": Row(scenarios.cold_ttft_scenario, (Part("cold_ttft", "cold", ttft),)),
     "rotations": Row(
-        lambda vocab_size, rng: scenarios.rotations(vocab_size, rng, passes=3),
+        lambda vocab_size, rng: scenarios.rotations_scenario(vocab_size, rng, passes=3),
         (Part("rotations_cold", "cold", seconds), Part("rotations_warm", "warm", seconds)),
     ),
     "decode_shared": Row(_decode(True), (Part("decode_shared", "shared", decode_rate),), is_rate=True),
@@ -98,7 +98,7 @@ ROWS: dict[str, Row] = {
         name: Row(_decode(True, sampling), (Part(name, "shared", decode_rate),), is_rate=True)
         for name, sampling in SAMPLED.items()
     },
-    "shared_prefix": Row(scenarios.shared_prefix, (Part("shared_prefix", "cold", seconds),)),
+    "shared_prefix": Row(scenarios.shared_prefix_scenario, (Part("shared_prefix", "cold", seconds),)),
     "twins": Row(scenarios.shared_burst_scenario, (Part("twins", "cold", seconds),)),
 }
 """All rows except `poisson_intent_scenario`, which is a search (`measure_poisson`)."""
@@ -113,7 +113,7 @@ def measure_row(name: str, runner: JobRunner, seed: int | str, bar: ProgressBar 
 def measure_poisson(
     runner: JobRunner,
     slo_seconds: float | None,
-    config: RateConfig = DEFAULTS,
+    config: RateSearchConfig = DEFAULTS,
     bar: ProgressBar = QUIET,
     *,
     shape: RequestShape = INTENT,
@@ -126,7 +126,7 @@ def measure_poisson(
     if alone is None:
         return Outcome({"poisson": None}, {}, {}, {}, ("no request alone came through",)), None
     slo = Slo(e2e=slo_seconds or 4 * alone)
-    found = measure_highest_rate(runner, cached_prefix_load(shape), slo, alone, config, bar)
+    found = measure_rates_until_highest(runner, cached_prefix_load(shape), slo, alone, config, bar)
     held = [point.result for point in found.points if point.holds and point.rate == found.rate]
     return Outcome(
         {"poisson": found.rate},
@@ -142,7 +142,9 @@ def unloaded_e2e(
 ) -> float | None:
     """Return the median seconds of an unloaded request behind a cached prefix; None if none succeeded."""
     rng = Random(f"{seed}/unloaded")
-    found = measure_scenario(runner, scenarios.intent(runner.vocab_size, rng, shape=shape, requests=requests), bar)
+    found = measure_scenario(
+        runner, scenarios.intent_scenario(runner.vocab_size, rng, shape=shape, requests=requests), bar
+    )
     known = [record.e2e for record in found["alone"].trial.records if record.e2e is not None]
     return median(known) if known else None
 

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 
 from headstart.openai.bounds import RequestBounds
-from headstart.openai.forms.carried_text import item_text, part_text, tool_result_content
+from headstart.openai.forms.carried_text import item_text, non_text_part_text, tool_result_content
 from headstart.openai.forms.treatments import UNREADABLE, ApiName, NameKind, NameTreatment, find_treatment
 from headstart.openai.responses import Json
 from headstart.openai.tools.call_arguments import parse_call_arguments
 from headstart.openai.value_checks import (
+    check_encodable_text,
     check_list,
     check_string,
-    check_text,
     missing_parameter_error,
     raise_invalid_value,
     safe_repr,
@@ -67,7 +67,7 @@ def cache_control_ttl(mark: object) -> float:
 def add_system_prompt(value: object, into: ConversationBuilder, bounds: RequestBounds) -> None:
     """Add the system prompt: a text, or text blocks. Raises InvalidRequestError."""
     if isinstance(value, str):
-        into.append("system", {"role": "system", "content": check_text("system", value)})
+        into.append("system", {"role": "system", "content": check_encodable_text("system", value)})
         return
     blocks = check_list("system", value, MAX_BLOCKS, "text blocks")
     if not blocks:
@@ -94,7 +94,7 @@ def add_messages(value: object, into: ConversationBuilder, bounds: RequestBounds
         if role not in ("user", "assistant", "system"):
             raise_invalid_value(f"{name}.role", f"is {safe_repr(role)}", "it must be user or assistant")
         if isinstance(content, str):
-            into.append(name, {"role": role, "content": check_text(f"{name}.content", content)})
+            into.append(name, {"role": role, "content": check_encodable_text(f"{name}.content", content)})
             continue
         blocks = check_list(f"{name}.content", content, MAX_BLOCKS, "blocks")
         if role == "assistant":
@@ -163,7 +163,7 @@ def _result(name: str, block: Mapping[str, Any], into: ConversationBuilder, boun
     """Return the content of a tool result, a text or text parts. Breakpoints inside of it count as one behind it."""
     content = tool_result_content(block.get("content"))
     if isinstance(content, str):
-        return check_text(f"{name}.content", content)
+        return check_encodable_text(f"{name}.content", content)
     parts: list[Json] = []
     for index, item in enumerate(check_list(f"{name}.content", content, MAX_BLOCKS, "blocks")):
         at = f"{name}.content[{index}]"
@@ -193,10 +193,10 @@ def _text_of(name: str, block: object, bounds: RequestBounds) -> str | None:
     row = find_treatment(ApiName.MESSAGES, NameKind.ITEM, kind)
     if row is None or row.treatment is not NameTreatment.SKIPPED:
         is_part = kind in UNREADABLE or kind == "document"
-        text = (part_text if is_part else item_text)(name, block, bounds)
+        text = (non_text_part_text if is_part else item_text)(name, block, bounds)
         if text:
             return text
-    bounds.skip(NameKind.ITEM, kind)
+    bounds.note_skipped(NameKind.ITEM, kind)
     return None
 
 

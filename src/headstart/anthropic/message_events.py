@@ -42,7 +42,7 @@ class MessageEventBuilder:
 
     def closing_events(self, usage: Json) -> list[Json]:
         """Return the last events of a finished message."""
-        last = self.parts.open_part()
+        last = self.parts.current_part()
         reason, sequence = self._stop()
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return [

@@ -20,7 +20,7 @@ from headstart.common_prefix import common_prefix_length
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import INT31_MAX, RequestBounds
 from headstart.openai.cache_params import MAX_ID_CHARS
-from headstart.openai.chat.chat_translation import ChatTranslation, passthrough_params, template_variables
+from headstart.openai.chat.chat_translation import TranslatedChatRequest, shared_chat_params, template_variables
 from headstart.openai.engine_requests import encode_chat
 from headstart.openai.forms.fields import check_request_fields
 from headstart.openai.forms.treatments import ApiName, NameKind, NameTreatment, find_treatment, strip_version_date
@@ -152,7 +152,7 @@ class CountTokensRequest(PromptFields):
 class TranslatedMessages:
     """A body as a chat request, and where its cache breakpoints are."""
 
-    chat: ChatTranslation
+    chat: TranslatedChatRequest
     last_breakpoint: tuple[int, int] | None = None  # as in ConversationBuilder
     marks_all: bool = False  # there is one behind the whole prompt
     ttl: float = 0.0  # seconds; the longest of all breakpoints
@@ -177,7 +177,7 @@ def translate_messages_body(
     last = conversation.last_breakpoint
     if last is None and fields.tools.ttl:  # templates place tools before or behind the system prompt
         last = (sum(message["role"] == "system" for message in conversation.messages[:1]), MAX_BLOCKS)
-    translation = ChatTranslation(chat, "messages", conversation.names, _RENAMES, tool_names=fields.tools.names)
+    translation = TranslatedChatRequest(chat, "messages", conversation.names, _RENAMES, tool_names=fields.tools.names)
     return TranslatedMessages(translation, last, marks_all=bool(fields.cache_control), ttl=ttl)
 
 
@@ -197,7 +197,7 @@ def num_tokens_to_cache_breakpoint(
     if changed is None:
         return len(prompt)
     try:
-        body = replace(read.chat, values={**read.chat.values, "messages": changed}).parse(bounds)
+        body = replace(read.chat, values={**read.chat.values, "messages": changed}).parse_chat_body(bounds)
         return common_prefix_length(prompt, encode_chat(body, tokenizer, bounds))
     except InvalidRequestError:  # the template refuses the changed text
         return len(prompt)
@@ -232,7 +232,7 @@ def _chat_values(
 ) -> Json:
     config = fields.output_config
     chat: Json = {
-        **passthrough_params(values, MessagesRequest.model_fields),
+        **shared_chat_params(values, MessagesRequest.model_fields),
         **template_variables(values, enable_thinking=fields.thinking, reasoning_effort=config.effort),
         "model": fields.model,
         "messages": conversation.messages,
@@ -285,7 +285,7 @@ def _tools(value: object, bounds: RequestBounds) -> ChatTools:
         ttl = max(ttl, cache_control_ttl(sent.get("cache_control")))
         tool = _as_client_tool(sent)
         if tool is None:
-            bounds.skip(NameKind.TOOL, sent.get("type"))
+            bounds.note_skipped(NameKind.TOOL, sent.get("type"))
             continue
         for key, kind in (("name", str), ("input_schema", Mapping)):
             if not isinstance(tool.get(key), kind):

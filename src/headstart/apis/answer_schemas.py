@@ -67,7 +67,7 @@ _ERROR_DETAIL = object_schema(
 ERROR = object_schema("OpenAI's error object.", error=_ERROR_DETAIL)
 
 
-class ResponseSchemas(NamedTuple):
+class RouteResponseSchemas(NamedTuple):
     """The schemas of a route's responses: a success (None: text), an event if it is streamed, any other status."""
 
     success: Schema | None
@@ -141,7 +141,7 @@ COMPLETION_CHUNK = object_schema(
     **_COMPLETION,
     usage=nullable_schema(_USAGE),
 )
-COMPLETIONS = ResponseSchemas(COMPLETION, COMPLETION_CHUNK)
+COMPLETIONS = RouteResponseSchemas(COMPLETION, COMPLETION_CHUNK)
 _TOKEN: Schema = {"token": STRING, "logprob": nullable_schema(NUMBER), "bytes": list_schema(INTEGER)}
 _CHAT_TOKEN = object_schema(
     "A generated token and its best alternatives.",
@@ -198,7 +198,7 @@ CHAT_CHUNK = object_schema(
     choices=list_schema(_CHUNK_CHOICE),
     usage=nullable_schema(_USAGE),
 )
-CHATS = ResponseSchemas(CHAT_COMPLETION, CHAT_CHUNK)
+CHATS = RouteResponseSchemas(CHAT_COMPLETION, CHAT_CHUNK)
 
 # ----------------------------------------------------------------------------------------------------------- responses
 
@@ -305,7 +305,7 @@ RESPONSE_EVENT = object_schema(
     **dict.fromkeys(("delta", "text", "name", "arguments", "input"), optional_property(STRING)),
     logprobs=optional_property(LIST),
 )
-RESPONSES = ResponseSchemas(RESPONSE, RESPONSE_EVENT)
+RESPONSES = RouteResponseSchemas(RESPONSE, RESPONSE_EVENT)
 INPUT_ITEMS = object_schema(
     "The input items of a stored response, in the shape in which they were sent, with id and status.",
     object=constants_schema("list"),
@@ -385,8 +385,8 @@ _MESSAGES_ERROR_DETAIL = object_schema(
 MESSAGES_ERROR = object_schema(
     "Anthropic's error object.", type=constants_schema("error"), error=_MESSAGES_ERROR_DETAIL, request_id=STRING
 )
-MESSAGES = ResponseSchemas(MESSAGE, MESSAGE_EVENT, MESSAGES_ERROR)
-TOKEN_COUNT = ResponseSchemas(
+MESSAGES = RouteResponseSchemas(MESSAGE, MESSAGE_EVENT, MESSAGES_ERROR)
+TOKEN_COUNT = RouteResponseSchemas(
     object_schema("The number of tokens of a conversation.", input_tokens=INTEGER), error=MESSAGES_ERROR
 )
 

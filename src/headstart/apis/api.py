@@ -26,7 +26,7 @@ def stream_content_type(media_type: str) -> str:
     return f"{media_type}; charset=utf-8" if media_type == EVENTS else media_type
 
 
-class ReferencedResponse(NamedTuple):
+class StoredResponseRef(NamedTuple):
     """A stored response that a request needs, and the field of the request that names it."""
 
     response_id: str
@@ -84,7 +84,7 @@ class Api(ApiHttpRules):
     answer: "msgspec.json.Decoder[Any]"  # of the fields that a whole answer must have
     beginning: re.Pattern[bytes] = OBJECT_BEGINNING  # of an answer, or of the data of an event
     chat_values: Callable[[Mapping[str, Any], RequestBounds], Mapping[str, Any]] | None = None
-    used_response: Callable[[Mapping[str, Any]], ReferencedResponse | None] = lambda values: None
+    used_response: Callable[[Mapping[str, Any]], StoredResponseRef | None] = lambda values: None
     end: StreamEnding = OPENAI_END
     default_max_tokens: int | None = None  # of an answer whose request sets no limit; None: what the context leaves
     streams_by_default: bool = False

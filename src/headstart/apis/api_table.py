@@ -8,10 +8,10 @@ import msgspec
 
 from headstart.anthropic.anthropic_objects import anthropic_error
 from headstart.anthropic.messages_request import MessagesRequest, translate_messages_body
-from headstart.apis.api import OPENAI_END, AnyJsonObject, Api, ReferencedResponse, StreamEnding, refusal_as_event
+from headstart.apis.api import OPENAI_END, AnyJsonObject, Api, StoredResponseRef, StreamEnding, refusal_as_event
 from headstart.apis.ollama_api import OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_TREE
 from headstart.http.sse import encode_named_event
-from headstart.openai.request_json import decode_json_text
+from headstart.openai.request_json import parse_json
 from headstart.openai.responses import Json, error_object
 from headstart.openai.responses_api.input_items import first_referenced_response
 from headstart.openai.responses_api.response_events import error_event_data
@@ -28,12 +28,12 @@ def _with_list(field: str) -> "msgspec.json.Decoder[Any]":
     return msgspec.json.Decoder(msgspec.defstruct("Answer", [(field, list[msgspec.Raw])]))
 
 
-def _response_used(values: Mapping[str, Any]) -> ReferencedResponse | None:
+def _response_used(values: Mapping[str, Any]) -> StoredResponseRef | None:
     previous = values.get("previous_response_id")
     if isinstance(previous, str):
-        return ReferencedResponse(previous, "previous_response_id")
+        return StoredResponseRef(previous, "previous_response_id")
     referenced = first_referenced_response(values.get("input"))
-    return None if referenced is None else ReferencedResponse(referenced, "input")
+    return None if referenced is None else StoredResponseRef(referenced, "input")
 
 
 def _response_failed(status: int, body: Json, request_id: str, num_events: int) -> bytes:
@@ -43,7 +43,7 @@ def _response_failed(status: int, body: Json, request_id: str, num_events: int) 
 def _response_refused(status: int, body: bytes, request_id: str, num_events: int) -> bytes:
     """Return the event for a replica's error object with all its fields."""
     try:
-        error = decode_json_text(body)
+        error = parse_json(body)
         error = error.get("error", error)
         message, code, param = (error.get(name) for name in ("message", "code", "param"))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AttributeError):

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.apis.answer_schemas import ResponseSchemas, Schema
+from headstart.apis.answer_schemas import RouteResponseSchemas, Schema
 from headstart.openai.request_model import RequestModel
 
 _NULL: Schema = {"type": "null"}
@@ -25,7 +25,7 @@ class RouteOperation:
     path: str
     operation_id: str
     summary: str
-    answers: ResponseSchemas
+    answers: RouteResponseSchemas
     bodies: tuple[type[RequestModel], ...] = ()
 
 
@@ -40,7 +40,7 @@ def openapi_document(title: str, version: str, operations: Iterable[RouteOperati
     return {"openapi": "3.1.0", "info": {"title": title, "version": version}, "paths": paths}
 
 
-def response_descriptions(answers: ResponseSchemas) -> dict[str, Schema]:
+def response_descriptions(answers: RouteResponseSchemas) -> dict[str, Schema]:
     """Return the OpenAPI description of a route's responses."""
     success = answers.success or {"type": "string", "description": "Text."}
     content: Schema = {"text/plain": {"schema": {"type": "string"}}}

@@ -16,12 +16,12 @@ import aiohttp
 from headstart.bench.streamed_request import (
     FAILURES,
     EndpointTarget,
+    PreparedRequest,
     RefusedError,
-    StreamedCall,
     StreamedReply,
     StreamFailedError,
-    check_streamed_answer,
     open_session,
+    probe_cached_tokens,
     request_body_of_job,
     send_streamed_request,
 )
@@ -70,7 +70,7 @@ class EndpointRunner:
             raise
         return runner
 
-    def reset(self) -> bool:
+    def clear_prefix_cache(self) -> bool:
         return False
 
     def run(
@@ -83,7 +83,7 @@ class EndpointRunner:
     ) -> JobsResult:
         self._runs += 1
         calls = [
-            StreamedCall(f"run{self._runs}-{i}", job, request_body_of_job(job, self.model))
+            PreparedRequest(f"run{self._runs}-{i}", job, request_body_of_job(job, self.model))
             for i, job in enumerate(jobs)
         ]
         replies, is_cut = self._wait(self._serve(calls, concurrency, bar, give_up))
@@ -102,7 +102,7 @@ class EndpointRunner:
         return self._loop.run(work)
 
     async def _serve(
-        self, calls: Sequence[StreamedCall], concurrency: int, bar: ProgressBar, give_up: GiveUp | None
+        self, calls: Sequence[PreparedRequest], concurrency: int, bar: ProgressBar, give_up: GiveUp | None
     ) -> tuple[list[StreamedReply], bool]:
         """Return (replies in call order, whether the run ended early). An early end leaves out open requests."""
         session, start = self._session, time.perf_counter()
@@ -116,7 +116,7 @@ class EndpointRunner:
             if not call.job.after:
                 future.set_result(call.job.at)
 
-        async def serve(index: int, call: StreamedCall) -> None:
+        async def serve(index: int, call: PreparedRequest) -> None:
             if slots is None:
                 at = await due[index]
                 await asyncio.sleep(max(start + at - time.perf_counter(), 0.0))
@@ -178,7 +178,7 @@ class EndpointRunner:
     async def _probe(self, session: aiohttp.ClientSession, job: Job) -> int | None:
         """Return the cached tokens reported by one response. Raises ConfigError that names what the server rejects."""
         try:
-            return await check_streamed_answer(session, self.target, request_body_of_job(job, self.model))
+            return await probe_cached_tokens(session, self.target, request_body_of_job(job, self.model))
         except RefusedError as error:
             reason = await self._reason(session, job, error.status)
             raise ConfigError(f"{self.target.base}/completions refused a request: {error}. {reason}") from error
@@ -207,7 +207,7 @@ class EndpointRunner:
 
     async def _takes(self, session: aiohttp.ClientSession, job: Job, **changes: object) -> bool:
         try:
-            await check_streamed_answer(session, self.target, request_body_of_job(job, self.model, **changes))
+            await probe_cached_tokens(session, self.target, request_body_of_job(job, self.model, **changes))
         except (*FAILURES, StreamFailedError):
             return False
         return True

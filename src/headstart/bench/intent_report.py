@@ -14,14 +14,14 @@ from typing import Any
 from headstart.bench.rate_report import LEAST_LOAD, START_LOAD, search_highest_rate
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.request import SamplingParams
-from headstart.measurement.inprocess import RunResult, make_requests, run_requests
+from headstart.measurement.inprocess import RunResult, requests_from_prompts, run_requests
 from headstart.measurement.machine import ContentionLog, measure_uncontended
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
 from headstart.measurement.runner import BUNDLED, EngineSetup, describe_engine
 from headstart.workload.request_record import RequestRecord, Summary, median, percentile, summarize_records
 from headstart.workload.slo import LatenessEarlyStop, Slo
-from headstart.workload.synthetic import INTENT, RequestShape, prompts_with_prefix, random_tokens, unit_rate_arrivals
+from headstart.workload.synthetic import INTENT, RequestShape, prompts_with_prefix, random_tokens, unit_poisson_arrivals
 
 AddAccuracy = Callable[[BenchmarkReport, ProgressBar], None]
 """Measures the bundled model's answers, and adds its figures, problems and table to a report."""
@@ -68,7 +68,7 @@ class CachingVariant:
         """Serve `count` new requests. Ends early once the p90 latency is certain to exceed `limit` seconds."""
         prompts = prompts_with_prefix(self.prefix, count, self.shape.own, self.vocab_size, self.rng)
         sampling = SamplingParams(max_tokens=self.shape.output, temperature=0.0)
-        requests = make_requests(prompts, sampling, f"{self.name}{self.served}")
+        requests = requests_from_prompts(prompts, sampling, f"{self.name}{self.served}")
         self.served += count
         watch = None if limit is None else LatenessEarlyStop(count, Slo(e2e=limit))
         return run_requests(self.engine, requests, due=due, bar=bar, give_up=watch)
@@ -122,19 +122,19 @@ class IntentBench:
             for name in self.sides:
                 self.qps[name].append(self._search(name, draw))
 
-    def latency(self, side: str) -> float:
+    def unloaded_latency(self, side: str) -> float:
         """Return the median seconds of an unloaded request."""
         return median(e2e_latencies(self.unloaded[side]))
 
     @property
     def limit(self) -> float:
         """Return the p90 latency allowed, in seconds: one limit for both sides."""
-        return self.config.limit_factor * self.latency("on")
+        return self.config.limit_factor * self.unloaded_latency("on")
 
     @property
     def comparison_rate(self) -> float:
         """Return the requests per second at which both sides' time per output token is compared."""
-        return self.config.comparison_rate or 0.8 / self.latency("off")
+        return self.config.comparison_rate or 0.8 / self.unloaded_latency("off")
 
     def _build(self, *, caching: bool) -> tuple[Engine, EngineInfo]:
         return self.setup.build(self.setup.options(num_blocks=NUM_BLOCKS, caching=caching))
@@ -157,7 +157,7 @@ class IntentBench:
 
     def misses_limit_unloaded(self, name: str) -> bool:
         """Return whether unloaded requests of the side exceed the limit, so that no rate can hold."""
-        return self.latency(name) > self.limit
+        return self.unloaded_latency(name) > self.limit
 
     def _search(self, name: str, draw: int) -> float:
         """Return the highest rate of one draw at which the side's p90 latency is within the limit; 0 if none is."""
@@ -170,7 +170,7 @@ class IntentBench:
             return point.holds
 
         earlier = self.qps[name][-1] if self.qps[name] else 0.0
-        alone = self.latency(name)
+        alone = self.unloaded_latency(name)
         return search_highest_rate(
             holds, earlier or START_LOAD / alone, precision=self.config.precision, least=LEAST_LOAD / alone
         )
@@ -178,7 +178,7 @@ class IntentBench:
     def _measure_point(self, name: str, rate: float, draw: int, *, limit: float | None = None) -> IntentRatePoint:
         """Measure one side under Poisson arrivals. Both sides and all rates use the same draw, scaled in time."""
         count = max(self.config.min_requests, ceil(rate * self.config.seconds))
-        arrivals = unit_rate_arrivals(count, Random(f"{self.setup.seed}/arrivals/{draw}"))
+        arrivals = unit_poisson_arrivals(count, Random(f"{self.setup.seed}/arrivals/{draw}"))
         due = [time / rate for time in arrivals]
 
         def measure() -> RunResult:
@@ -251,7 +251,7 @@ def _report(bench: IntentBench) -> BenchmarkReport:
         **_pair("qps_{}", bench.qps),
         "qps_ratio": _ratio(median(bench.qps["on"]), median(bench.qps["off"])),
         "limit_ms": 1e3 * bench.limit,
-        **{f"unloaded_{side}_ms": 1e3 * bench.latency(side) for side in ("off", "on")},
+        **{f"unloaded_{side}_ms": 1e3 * bench.unloaded_latency(side) for side in ("off", "on")},
         "cached_share_load": summarize_records(bench.unloaded["on"]).cached_share,
         "points": [_point_values(point) for side in ("off", "on") for point in bench.searched[side]],
     }
@@ -348,7 +348,7 @@ def _points(bench: IntentBench) -> ReportTable:
         (point.side, point.rate, point.requests, _e2e_text(point), "yes" if point.holds else "no") for point in points
     )
     alone = tuple(
-        (name, "alone", len(found), f"{1e3 * bench.latency(name):.0f} (median)", "no")
+        (name, "alone", len(found), f"{1e3 * bench.unloaded_latency(name):.0f} (median)", "no")
         for name, found in bench.unloaded.items()
         if bench.misses_limit_unloaded(name)
     )

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.runner import JobRunner, JobsResult
-from headstart.workload.jobs import perfect_cache_tokens
+from headstart.workload.jobs import perfect_cache_prefill_tokens
 from headstart.workload.request_record import RequestRecord
 from headstart.workload.scenarios import WorkloadPhase, WorkloadScenario
 
@@ -82,7 +82,7 @@ def measure_scenario(
 
     Clears the prefix cache first, where the runner can. Continues after a failed phase and reports its problems.
     """
-    was_reset = runner.reset()
+    was_reset = runner.clear_prefix_cache()
     results: list[PhaseResult] = []
     for phase, ideal in zip(scenario.phases, _ideals(scenario), strict=True):
         bar.stage(f"{runner.label}: {scenario.name}, {phase.name}", len(phase.jobs))
@@ -103,5 +103,5 @@ def _ideals(scenario: WorkloadScenario) -> list[int]:
     prompts = [job.prompt for job in scenario.phases[0].jobs[:0]]
     for phase in scenario.phases:
         prompts += [job.prompt for job in phase.jobs]
-        totals.append(perfect_cache_tokens(prompts))
+        totals.append(perfect_cache_prefill_tokens(prompts))
     return [after - before for before, after in pairwise(totals)]

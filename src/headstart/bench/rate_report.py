@@ -27,7 +27,7 @@ from headstart.workload import scenarios
 from headstart.workload.request_record import median, summarize_records
 from headstart.workload.scenarios import WorkloadScenario
 from headstart.workload.slo import LatenessEarlyStop, Slo
-from headstart.workload.synthetic import INTENT, RequestShape, random_tokens, unit_rate_arrivals
+from headstart.workload.synthetic import INTENT, RequestShape, random_tokens, unit_poisson_arrivals
 
 LIMIT_FACTOR = 4
 """Default limit: this factor times the unloaded latency, unless limits are given."""
@@ -74,7 +74,7 @@ def search_highest_rate(
 
 
 @dataclass(frozen=True, slots=True)
-class RateConfig:
+class RateSearchConfig:
     """Parameters of a search."""
 
     seconds: float = 30.0  # of arrivals per rate, at least
@@ -106,7 +106,7 @@ class RateSearchResult:
         return [f"{point.rate:.3g} requests/s: {text}" for point in self.points for text in point.result.problems]
 
 
-DEFAULTS = RateConfig()
+DEFAULTS = RateSearchConfig()
 
 
 def cached_prefix_load(shape: RequestShape = INTENT) -> Load:
@@ -119,8 +119,8 @@ def cached_prefix_load(shape: RequestShape = INTENT) -> Load:
     return build
 
 
-def measure_highest_rate(
-    runner: JobRunner, load: Load, slo: Slo, alone: float, config: RateConfig = DEFAULTS, bar: ProgressBar = QUIET
+def measure_rates_until_highest(
+    runner: JobRunner, load: Load, slo: Slo, alone: float, config: RateSearchConfig = DEFAULTS, bar: ProgressBar = QUIET
 ) -> RateSearchResult:
     """Measure rates until the highest one that holds is known to `config.precision`.
 
@@ -137,32 +137,32 @@ def measure_highest_rate(
 
 
 def measure_rate(
-    runner: JobRunner, load: Load, slo: Slo, rate: float, config: RateConfig = DEFAULTS, bar: ProgressBar = QUIET
+    runner: JobRunner, load: Load, slo: Slo, rate: float, config: RateSearchConfig = DEFAULTS, bar: ProgressBar = QUIET
 ) -> RatePoint:
     """Measure one rate. The run ends early once it is certain to miss `slo`, unless `slo` has no limits."""
     count = max(config.min_requests, ceil(rate * config.seconds))
-    due = [at / rate for at in unit_rate_arrivals(count, Random(f"{config.seed}/arrivals"))]
+    due = [at / rate for at in unit_poisson_arrivals(count, Random(f"{config.seed}/arrivals"))]
     scenario = load(runner.vocab_size, Random(f"{config.seed}/{rate}"), due)
     result = measure_scenario(runner, scenario, bar, LatenessEarlyStop(count, slo) if slo else None).phases[-1]
     whole = not result.trial.is_cut and len(result.trial.records) == count
-    return RatePoint(rate, result, whole and slo.holds(result.trial.records))
+    return RatePoint(rate, result, whole and slo.is_met_at_percentile(result.trial.records))
 
 
 @dataclass(frozen=True, slots=True)
-class RatePlan:
+class RateSearchPlan:
     """The load and its latency limits. Without limits: LIMIT_FACTOR times the unloaded latency."""
 
     name: str
     load: Load
     seed: int
     slo: Slo
-    config: RateConfig = DEFAULTS
+    config: RateSearchConfig = DEFAULTS
     alone: int = 8  # requests served one at a time before the search
     is_guarded: bool = True
     setup: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
-def run_rate_search(runner: JobRunner, plan: RatePlan, bar: ProgressBar = QUIET) -> BenchmarkReport:
+def run_rate_search(runner: JobRunner, plan: RateSearchPlan, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Measure unloaded requests, then search the highest rate. Raises ConfigError for requests that do not fit."""
     scenario = _alone(plan, runner.vocab_size)
     check_request_lengths(runner, scenario)
@@ -172,11 +172,11 @@ def run_rate_search(runner: JobRunner, plan: RatePlan, bar: ProgressBar = QUIET)
     if not known or alone.problems:
         return _report(runner, plan, alone, None)
     slo = plan.slo or Slo(e2e=LIMIT_FACTOR * median(known))
-    if not slo.holds(alone["alone"].trial.records, share=50):  # then no rate can hold
+    if not slo.is_met_at_percentile(alone["alone"].trial.records, share=50):  # then no rate can hold
         return _report(runner, plan, alone, RateSearchResult(0.0, (), slo))
     config = replace(plan.config, seed=plan.seed)
     found = measure_uncontended(
-        lambda: measure_highest_rate(runner, plan.load, slo, median(known), config, bar), log, retries=0
+        lambda: measure_rates_until_highest(runner, plan.load, slo, median(known), config, bar), log, retries=0
     )
     report = _report(runner, plan, alone, found)
     if plan.is_guarded:
@@ -184,7 +184,7 @@ def run_rate_search(runner: JobRunner, plan: RatePlan, bar: ProgressBar = QUIET)
     return report
 
 
-def _alone(plan: RatePlan, vocab_size: int) -> WorkloadScenario:
+def _alone(plan: RateSearchPlan, vocab_size: int) -> WorkloadScenario:
     """Return the load's scenario with one request at a time."""
     found = plan.load(vocab_size, Random(f"{plan.seed}/alone"), [0.0] * plan.alone)
     last = replace(found.phases[-1], name="alone", concurrency=1)
@@ -192,9 +192,9 @@ def _alone(plan: RatePlan, vocab_size: int) -> WorkloadScenario:
 
 
 def _report(
-    runner: JobRunner, plan: RatePlan, alone: ScenarioResult, search: RateSearchResult | None
+    runner: JobRunner, plan: RateSearchPlan, alone: ScenarioResult, search: RateSearchResult | None
 ) -> BenchmarkReport:
-    values = {phase.name: phase.values(search.slo if search else plan.slo) for phase in group_by_phase([alone])}
+    values = {phase.name: phase.json_fields(search.slo if search else plan.slo) for phase in group_by_phase([alone])}
     report = BenchmarkReport(
         plan.name,
         {"highest_rate": None, "redundancy": values["alone"]["redundancy"], "phases": values},

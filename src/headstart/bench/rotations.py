@@ -15,7 +15,7 @@ from headstart.core.cache.kv_cache import NO_HIT, PrefixHit
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.request import SamplingParams, Sequence
 from headstart.core.sched.scheduler import Scheduler
-from headstart.measurement.inprocess import RunResult, TimedStep, Tokens, make_requests, run_requests
+from headstart.measurement.inprocess import RunResult, TimedStep, Tokens, requests_from_prompts, run_requests
 from headstart.measurement.machine import ContentionLog, measure_uncontended
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
@@ -99,12 +99,12 @@ def _measure_passes(
             if cold:
                 assert target.reset_prefix_cache(), "an idle engine did not clear its prefix cache"
             bar.stage(label, len(prompts))
-            return run_requests(target, make_requests(prompts, _greedy(1), next(names)), bar=bar)
+            return run_requests(target, requests_from_prompts(prompts, _greedy(1), next(names)), bar=bar)
 
         return measure_uncontended(measure, log)
 
     bar.stage("filling the second engine", len(prompts))
-    run_requests(unaware, make_requests(prompts, _greedy(1), next(names)), bar=bar)
+    run_requests(unaware, requests_from_prompts(prompts, _greedy(1), next(names)), bar=bar)
     for number in range(1, config.runs + 1):
         passes.cold.append(one_pass(engine, f"cold {number}/{config.runs}", cold=True))
         for _ in range(config.warm_passes):
@@ -119,7 +119,7 @@ def _measure_one_token(
     bar.stage("one uncached token against a decode", len(prompts) * config.decode_rounds)
     names = _names()
     for number in range(config.decode_rounds + 1):
-        requests = make_requests(prompts, _greedy(config.decode_steps + 1), "t" + next(names))
+        requests = requests_from_prompts(prompts, _greedy(config.decode_steps + 1), "t" + next(names))
         run = run_requests(engine, requests, bar=bar if number else QUIET)
         steps = [step for step in run.steps if step.computed_tokens == len(prompts)]
         if number and len(steps) > 1:  # the first round is a warm-up; failed rounds have no such steps

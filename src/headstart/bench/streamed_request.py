@@ -83,7 +83,7 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
     return cast("dict[str, Any]", event)
 
 
-def read_event(line: bytes) -> dict[str, Any] | None:
+def parse_event_or_raise(line: bytes) -> dict[str, Any] | None:
     """Return the same as `parse_event`, but raise StreamFailedError for an error event."""
     event = parse_event(line)
     if event is not None and "error" in event:
@@ -116,7 +116,7 @@ def request_body_of_job(job: Job, model: str, **changes: object) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamedCall:
+class PreparedRequest:
     """One request before it is sent. `body` is made in advance, so that sending is cheap."""
 
     request_id: str
@@ -125,7 +125,7 @@ class StreamedCall:
 
 
 async def send_streamed_request(
-    session: aiohttp.ClientSession, target: EndpointTarget, call: StreamedCall, arrival: float, start: float
+    session: aiohttp.ClientSession, target: EndpointTarget, call: PreparedRequest, arrival: float, start: float
 ) -> StreamedReply:
     """Run one request to completion; a failure becomes the record's error.
 
@@ -158,7 +158,7 @@ async def send_streamed_request(
     return StreamedReply(record, cached)
 
 
-async def check_streamed_answer(session: aiohttp.ClientSession, target: EndpointTarget, body: bytes) -> int | None:
+async def probe_cached_tokens(session: aiohttp.ClientSession, target: EndpointTarget, body: bytes) -> int | None:
     """Send one completion and return its reported cached tokens. Raises StreamFailedError and FAILURES."""
     usage: dict[str, Any] = {}
     async for event in _events(session, target, body):
@@ -175,7 +175,7 @@ async def _events(session: aiohttp.ClientSession, target: EndpointTarget, body: 
         if response.status != 200:
             raise RefusedError(response.status, await response.text())
         async for line in response.content:
-            event = read_event(line)
+            event = parse_event_or_raise(line)
             if event is None:
                 await response.content.read()  # read to the end: closing early looks like a cancelled request
                 return

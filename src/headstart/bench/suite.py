@@ -60,13 +60,13 @@ class PhaseFigures:
         return [rate for result in self.results if (rate := result.trial.decode_rate) is not None]
 
     @property
-    def worst(self) -> PhaseResult:
+    def most_redundant_result(self) -> PhaseResult:
         """Return the repetition with the highest redundancy."""
         return max(self.results, key=lambda result: result.redundancy or 0.0)
 
-    def values(self, slo: Slo) -> dict[str, Any]:
+    def json_fields(self, slo: Slo) -> dict[str, Any]:
         """Return the keys of the JSON object; latencies in ms."""
-        summary, worst = summarize_records(self.records), self.worst
+        summary, worst = summarize_records(self.records), self.most_redundant_result
         seconds, each = median(self.seconds), len(self.results)
         reported = all(result.trial.reports_cached for result in self.results)
         found: dict[str, Any] = {
@@ -120,7 +120,7 @@ def check_request_lengths(runner: JobRunner, scenario: WorkloadScenario) -> None
 def suite_report(runner: JobRunner, plan: SuitePlan, found: Sequence[ScenarioResult]) -> BenchmarkReport:
     """Return the report. Figures of the last phase are at the top level of the document, all phases under `phases`."""
     phases = group_by_phase(found)
-    values = {phase.name: phase.values(plan.slo) for phase in phases}
+    values = {phase.name: phase.json_fields(plan.slo) for phase in phases}
     last = phases[-1]
     report = BenchmarkReport(
         plan.name,
@@ -199,7 +199,7 @@ def percentiles_in_ms(found: Percentiles | None) -> dict[str, float] | None:
 
 def tokens_chart(phases: Sequence[PhaseFigures]) -> ReportChart:
     """Return the chart of prompt tokens per phase, in one repetition: sent, computed, and least possible."""
-    worst = [phase.worst for phase in phases]
+    worst = [phase.most_redundant_result for phase in phases]
     series: dict[str, tuple[float | None, ...]] = {
         "sent": tuple(sum(len(job.prompt) for job in result.phase.jobs) for result in worst),
         "computed": tuple(result.computed for result in worst),

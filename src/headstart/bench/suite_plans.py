@@ -12,7 +12,7 @@ from headstart.measurement.report import BenchmarkReport, ReportChart
 from headstart.reuse.log_report import lint_report
 from headstart.reuse.logged_prompt import LoggedMessage, LoggedPrompt
 from headstart.workload import scenarios
-from headstart.workload.jobs import GREEDY, JobSampling, make_jobs
+from headstart.workload.jobs import GREEDY, TokenSampling, jobs_from_prompts
 from headstart.workload.scenarios import WorkloadPhase, WorkloadScenario
 from headstart.workload.synthetic import RequestShape, poisson_arrivals
 from headstart.workload.traces import Trace
@@ -30,10 +30,10 @@ class SharedPrefixGroups:
     rate: float = 0.0  # requests per second, Poisson
     concurrency: int = 0
 
-    def build(self, vocab_size: int, rng: Random) -> WorkloadScenario:
+    def build_scenario(self, vocab_size: int, rng: Random) -> WorkloadScenario:
         """Return one repetition."""
         due = poisson_arrivals(self.rate, self.groups * self.prompts, rng) if self.rate else None
-        return scenarios.shared_prefix(
+        return scenarios.shared_prefix_scenario(
             vocab_size,
             rng,
             groups=self.groups,
@@ -49,15 +49,17 @@ class SharedPrefixGroups:
 
         def build(vocab_size: int, rng: Random, due: Sequence[float]) -> WorkloadScenario:
             each = -(-len(due) // self.groups)
-            found = scenarios.shared_prefix(vocab_size, rng, groups=self.groups, prompts=each, shape=self.shape)
+            found = scenarios.shared_prefix_scenario(
+                vocab_size, rng, groups=self.groups, prompts=each, shape=self.shape
+            )
             jobs = found.phases[0].jobs[: len(due)]
-            again = make_jobs([job.prompt for job in jobs], self.shape.output, due)
+            again = jobs_from_prompts([job.prompt for job in jobs], self.shape.output, due)
             return WorkloadScenario(found.name, (WorkloadPhase("load", tuple(again)),))
 
         return build
 
     @property
-    def setup(self) -> dict[str, Any]:
+    def setup_description(self) -> dict[str, Any]:
         loop = f"open, {self.rate:g} requests/s" if self.rate else f"closed, {self.concurrency} at a time"
         return {
             "loop": loop if self.rate or self.concurrency else "all at once",
@@ -82,7 +84,9 @@ def parse_rate(text: str) -> float | None:
     return rate
 
 
-def decode_scenario(prefixes: str, streams: int, shape: RequestShape, sampling: JobSampling = GREEDY) -> Build:
+def decode_scenario_builder(
+    prefixes: str, streams: int, shape: RequestShape, sampling: TokenSampling = GREEDY
+) -> Build:
     """Return the scenario of streams behind one cached prefix, then behind one prefix each. Raises ConfigError."""
     if sampling.temperature == 0 and sampling != GREEDY:
         raise ConfigError("--top-p and --top-k do nothing at temperature 0: add --temperature 1")
@@ -94,7 +98,7 @@ def decode_scenario(prefixes: str, streams: int, shape: RequestShape, sampling: 
 
     def build(vocab_size: int, rng: Random) -> WorkloadScenario:
         parts = [
-            scenarios.decode(vocab_size, rng, is_shared=kind, streams=streams, shape=shape, sampling=sampling)
+            scenarios.decode_scenario(vocab_size, rng, is_shared=kind, streams=streams, shape=shape, sampling=sampling)
             for kind in kinds
         ]
         return WorkloadScenario("decode", tuple(phase for part in parts for phase in part.phases))
@@ -110,11 +114,13 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def prefill_scenario(lengths: Sequence[int], cached_share: float, requests: int) -> Build:
+def prefill_scenario_builder(lengths: Sequence[int], cached_share: float, requests: int) -> Build:
     """Return the scenario of prompts of each length, cold and with a cached beginning, one at a time."""
 
     def build(vocab_size: int, rng: Random) -> WorkloadScenario:
-        return scenarios.prefill(vocab_size, rng, lengths=lengths, cached_share=cached_share, requests=requests)
+        return scenarios.prefill_scenario(
+            vocab_size, rng, lengths=lengths, cached_share=cached_share, requests=requests
+        )
 
     return build
 
@@ -130,9 +136,9 @@ def add_length_chart(report: BenchmarkReport, lengths: Sequence[int]) -> Benchma
     return report
 
 
-def rotations_scenario(count: int, length: int, passes: int) -> Build:
+def rotations_scenario_builder(count: int, length: int, passes: int) -> Build:
     def build(vocab_size: int, rng: Random) -> WorkloadScenario:
-        return scenarios.rotations(vocab_size, rng, count=count, length=length, passes=passes)
+        return scenarios.rotations_scenario(vocab_size, rng, count=count, length=length, passes=passes)
 
     return build
 
@@ -158,7 +164,7 @@ def describe_loop(trace: Trace, concurrency: int) -> str:
     return "open, as recorded"
 
 
-def trace_scenario(trace: Trace, *, speed: float, factor: float, concurrency: int) -> Build:
+def trace_scenario_builder(trace: Trace, *, speed: float, factor: float, concurrency: int) -> Build:
     """Return the scenario of a trace's requests: when they came, after the answers they need, or so many at a time."""
 
     def build(vocab_size: int, rng: Random) -> WorkloadScenario:

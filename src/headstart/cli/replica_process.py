@@ -52,11 +52,11 @@ def main() -> int:
     num_shares = options.num_replicas + 1  # the router holds requests, too
     engine = options.engine
     if options.memory_share < 1:
-        engine = with_memory_share(engine, options.memory_share, num_gpus=count_gpus(engine.device))
+        engine = with_cpu_memory_limit(engine, options.memory_share, num_gpus=count_gpus(engine.device))
     return serve(build_engine, engine, options.server, log, num_shares=num_shares)
 
 
-def with_memory_share(
+def with_cpu_memory_limit(
     engine: EngineOptions, share: float, available: int | None = None, *, num_gpus: int
 ) -> EngineOptions:
     """Return the options with a limit of `share` of the available bytes (None: those of now), where none is set.

@@ -19,14 +19,14 @@ from headstart.gateway.replicas.replica_child import (
 )
 from headstart.gateway.replicas.subprocesses import LocalReplicas
 from headstart.gateway.run_gateway import run_router
-from headstart.gguf.gguf_reader import is_gguf
+from headstart.gguf.gguf_reader import has_gguf_suffix
 from headstart.gguf.tokenizer_json import FILE_NAME
 from headstart.http.lifecycle import EXIT_INTERRUPTED
 from headstart.http.logs import ServerLog
 from headstart.http.web_pages import ANY, is_loopback
 from headstart.model.kernels.block_hashes import compiled_hash_chain
 from headstart.model.kernels.compiled_pool import compiled_pool_factory
-from headstart.model.setup.gpus import VISIBLE_GPUS, check_gpus, count_gpus, visible_gpu_names
+from headstart.model.setup.gpus import VISIBLE_GPUS, check_gpu_sharing, count_gpus, visible_gpu_names
 from headstart.model.setup.sizes import cpu_memory, format_bytes, parse_bytes
 from headstart.model.setup.threads import choose_num_threads
 
@@ -46,7 +46,9 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
 
         def make_launch(name: str, slot: int) -> ReplicaLaunch:
             events, replay = (
-                (f"ipc://{folder}/{name}", f"ipc://{folder}/{name}-replay") if uses_kv_events(server) else (None, None)
+                (f"ipc://{folder}/{name}", f"ipc://{folder}/{name}-replay")
+                if router_uses_kv_events(server)
+                else (None, None)
             )
             options = ReplicaOptions(
                 with_kv_events(share, events, replay),
@@ -83,7 +85,7 @@ def _routed(fleet: LocalReplicas, router: RouterOptions, server: ServerOptions) 
         return code
 
 
-def uses_kv_events(server: ServerOptions) -> bool:
+def router_uses_kv_events(server: ServerOptions) -> bool:
     """Return whether the router subscribes to KV events. Not with tenants, since events do not name the tenant."""
     return not server.api_key and not server.tenants
 
@@ -99,7 +101,7 @@ def with_kv_events(engine: EngineOptions, events: str | None, replay: str | None
 def with_model_tokenizer(router: RouterOptions, engine: EngineOptions) -> RouterOptions:
     """Return the router options with the tokenizer of the model's folder or file; else it is found by its name."""
     path = Path(engine.model).expanduser()
-    is_there = (path / FILE_NAME).is_file() or (is_gguf(path) and path.is_file())
+    is_there = (path / FILE_NAME).is_file() or (has_gguf_suffix(path) and path.is_file())
     return replace(router, tokenizer=engine.model) if router.tokenizer == "auto" and is_there else router
 
 
@@ -136,7 +138,7 @@ def replica_engine_options(
         raise ConfigError(
             "kv_events_config names one endpoint, and --replicas starts several; the router subscribes to all anyway"
         )
-    check_gpus(replicas, gpus, engine.gpu_memory_utilization)
+    check_gpu_sharing(replicas, gpus, engine.gpu_memory_utilization)
     device = "cuda" if gpus else engine.device
     share = replace(engine, threads=max(cores // replicas, 1), device=device)
     if engine.memory_limit is not None:

@@ -53,7 +53,7 @@ _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 _CONTENTS = ("text", "file", "messages")
 
 
-def read_tables(key: str, value: object, path: Path) -> tuple[TenantEntry, ...] | tuple[PrefixEntry, ...]:
+def parse_entry_tables(key: str, value: object, path: Path) -> tuple[TenantEntry, ...] | tuple[PrefixEntry, ...]:
     """Return the [[`key`]] tables of the file `path`: tenants or prefixes. Raises ConfigError."""
     if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
         raise ConfigError(f"{path}: {key} must be written as [[{key}]], one table for each")
@@ -135,7 +135,7 @@ def read_config_file(path: Path | None, folder: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in content.items():
         if key in _TABLES:
-            values[_TABLES[key]] = read_tables(key, value, found)
+            values[_TABLES[key]] = parse_entry_tables(key, value, found)
             continue
         field = known.get(key.replace("-", "_"))
         if field is None:

@@ -148,7 +148,7 @@ def is_harmless_flag(flag: str) -> bool:
     return (hint_for_unknown_flag(flag) or "").startswith("not needed")
 
 
-def does_flag_take_value(flag: str) -> bool:
+def harmless_flag_takes_value(flag: str) -> bool:
     """Return whether a harmless flag is followed by a value."""
     return flag.replace("_", "-") in _WITH_VALUE
 

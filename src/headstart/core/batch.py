@@ -50,7 +50,7 @@ class Chunk(NamedTuple):
         return max(self.num_logits - 1, 0)
 
     @property
-    def num_known_tokens(self) -> int:
+    def num_non_draft_tokens(self) -> int:
         """The number of its tokens before the drafts."""
         num = self.num_logits
         return len(self.token_ids) + 1 - num if num > 1 else len(self.token_ids)
@@ -60,7 +60,7 @@ class Chunk(NamedTuple):
 
         The last of these does not count: it is to be computed for the logits behind it.
         """
-        drafts, num = self.token_ids[self.num_known_tokens :], 0
+        drafts, num = self.token_ids[self.num_non_draft_tokens :], 0
         while num < min(len(drafts), len(sampled) - 1) and drafts[num] == sampled[num]:
             num += 1
         return num
@@ -144,7 +144,7 @@ class PromptTokenBreakdown(NamedTuple):
         return self.pinned + self.shared + self.store + self.followed
 
 
-class PrefillChunk(NamedTuple):
+class PrefillChunkTiming(NamedTuple):
     """A chunk of a prompt: when its step was planned, how long the step took, in seconds, and its tokens."""
 
     planned_at: float
@@ -167,5 +167,5 @@ class RequestStepOutput(NamedTuple):
     scheduled_at: float = 0.0  # first admission, on the clock given to the scheduler
     is_invalid: bool = False  # `error` is the client's mistake
     num_evicted_tokens: int = 0  # with the breakdown: computed prompt tokens whose blocks had been evicted
-    prefill: tuple[PrefillChunk, ...] = ()  # of a traced request, with the breakdown
+    prefill: tuple[PrefillChunkTiming, ...] = ()  # of a traced request, with the breakdown
     evicted_by: str | None = None  # tenant for whose request the first of them was evicted; None: for no request

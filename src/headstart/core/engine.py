@@ -18,7 +18,7 @@ from headstart.core.grammars import CompilingRequests, GrammarCompiler
 from headstart.core.recent_requests import RecentRequests
 from headstart.core.request import NO_DEFAULTS, FinishReason, Request, SamplingDefaults
 from headstart.core.sched.scheduler import Scheduler
-from headstart.core.sched.step_time import PrefillTimes
+from headstart.core.sched.step_time import TracedPrefills
 from headstart.core.sched.token_accounting import TokenCounters
 
 LONG_STEP_SECONDS = 1.0  # a step expected to take longer is announced before it begins
@@ -131,7 +131,7 @@ class Engine:
         self.recent = RecentRequests()
         self.on_long_step: Callable[[float], None] | None = None  # called before a long step with its duration, s
         self._begun: deque[_Begun] = deque()  # steps in flight, oldest first
-        self._prefills = PrefillTimes()
+        self._prefills = TracedPrefills()
         self._num_steps = 0
         self._step_seconds = 0.0
         self._last_batch_tokens = 0
@@ -233,7 +233,7 @@ class Engine:
         if self._prefills:
             outputs = self._prefills.record_step(chunks, now, result.elapsed, outputs)
         self._publish_events()
-        self.recent.record_first_token(outputs, num_later=len(self._begun))
+        self.recent.record_prompt_breakdowns(outputs, num_later=len(self._begun))
         return self._tend_prefixes(outputs)
 
     def reset_prefix_cache(self, *, pinned: bool = False, external: bool = False) -> bool:
@@ -323,7 +323,7 @@ class Engine:
         prefixes = self.scheduler.prefixes
         if not prefixes.has_pending_requests:
             return outputs
-        others = prefixes.remove_own_outputs(outputs)
+        others = prefixes.without_warming_outputs(outputs)
         if len(others) < len(outputs):
             self._keep_prefixes()
         self._warm_prefixes()
@@ -335,7 +335,7 @@ class Engine:
 
     def _warm_prefixes(self) -> None:
         prefixes = self.scheduler.prefixes
-        aborted, wanted = prefixes.take_requests()
+        aborted, wanted = prefixes.take_aborts_and_requests()
         for request_id in aborted:
             self.abort(request_id)
         for request in wanted:

@@ -13,7 +13,7 @@ WAIT_SECONDS = 0.002  # for a grammar when there is nothing else to do; then mes
 class GrammarCompiler(Protocol):
     """Compiles the grammars of requests and caches them."""
 
-    def compile(self, grammar: str, tenant: str = "") -> "Future[Any]":
+    def begin_compile(self, grammar: str, tenant: str = "") -> "Future[Any]":
         """Begin to compile a grammar unless it is cached. The future raises InvalidRequestError for an invalid one.
 
         Tenants take turns: the grammars that one has asked for wait for no more than one of each other tenant.
@@ -61,7 +61,7 @@ class CompilingRequests:
     def _future(self, grammar: str, tenant: str = "") -> "Future[Any]":
         if self._compiler is None:
             raise InvalidRequestError("this engine has no grammars: leave out the structured output parameters")
-        return self._compiler.compile(grammar, tenant)
+        return self._compiler.begin_compile(grammar, tenant)
 
     def wait_for_any(self) -> None:
         """Wait a moment for any of them."""

@@ -86,7 +86,7 @@ class RecentRequests:
                 self._add(seq, start, pool.find_eviction(block_hashes[index]) if index < len(block_hashes) else None)
                 self._open[seq.request_id].has_kv = seq.junction > index
 
-    def record_first_token(self, outputs: Iterable[RequestStepOutput], *, num_later: int = 0) -> None:
+    def record_prompt_breakdowns(self, outputs: Iterable[RequestStepOutput], *, num_later: int = 0) -> None:
         """Record the prompt token breakdown of requests whose first token is among the outputs of a step.
 
         `num_later` steps have been planned since.

@@ -120,7 +120,7 @@ class SuspectBlock(NamedTuple):
     version: int
 
 
-class RecomputeRun(NamedTuple):
+class RecomputeAttempt(NamedTuple):
     """The second run of a sequence whose row was not finite, in private blocks; see trust.py."""
 
     suspects: tuple[SuspectBlock, ...]
@@ -171,7 +171,9 @@ class Sequence:
     num_public_blocks: int = 0  # leading blocks of a public pinned prefix: shared by all domains
     num_published_blocks: int = 0  # leading blocks that are taken over, published, or equal to a published one
     taken: list[range] = field(default_factory=list[range])  # indices of the blocks taken over from others
-    recompute: RecomputeRun | None = None  # its second run, waiting or running: it neither reads nor writes the cache
+    recompute: RecomputeAttempt | None = (
+        None  # its second run, waiting or running: it neither reads nor writes the cache
+    )
     state: tuple[int, ...] = ()  # acquired blocks that its next chunk reads its recurrent state from
     started_from: BlockHash | None = None  # of the checkpoint that it has read last
     junction: int = 0  # blocks that were published when it began from an earlier checkpoint

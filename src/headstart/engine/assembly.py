@@ -23,32 +23,32 @@ from headstart.core.speculation.speculation_config import parse_speculative_conf
 from headstart.core.warm_up import measure_draft_cost, measure_step_times, memory_profile_batches
 from headstart.engine.engine_checks import check_engine_options, model_folder, parse_store_size, step_limits_of
 from headstart.engine.kv_event_publisher import KVEventPublisher, parse_kv_events_config
-from headstart.gguf.gguf_reader import is_gguf
+from headstart.gguf.gguf_reader import has_gguf_suffix
 from headstart.measurement.progress_bar import progress_bar
 from headstart.model.grammar.grammar_compiler import CachingGrammarCompiler
 from headstart.model.kernels.block_hashes import compiled_hash_chain
 from headstart.model.kernels.compiled_blocks import compiled_block_loops
-from headstart.model.kernels.library import find_kernels, loaded_kernels
+from headstart.model.kernels.library import find_kernels, kernels_in_use
 from headstart.model.model_runner import ModelRunner
-from headstart.model.setup.sizes import MemorySize, format_bytes, parse_bytes
+from headstart.model.setup.sizes import MemoryInfo, format_bytes, parse_bytes
 from headstart.model.setup.sizing import (
     KVPoolPlan,
     apply_threads,
     check_weights_fit,
-    checkpoint_bytes,
     device_memory,
+    explain_out_of_memory,
     gpu_budget,
     gpu_bytes_held,
+    loaded_weight_bytes,
     measure_gpu_peak,
     plan_kv_pool,
-    refuse_out_of_memory,
 )
 from headstart.model.setup.threads import choose_num_threads
-from headstart.model.weights.model_loader import LoadedModel, load_model, resolve_device, runs_on_cuda
+from headstart.model.weights.model_loader import LoadedModel, load_model, resolve_device, uses_cuda_executor
 from headstart.openai.sampling_defaults import read_sampling_defaults
 from headstart.openai.structured.grammar_text import grammar_parser_limits
 from headstart.store.files import create_store_folder
-from headstart.store.format import BlockShape
+from headstart.store.format import StoredBlockFormat
 from headstart.store.tiers.chained_store import open_store
 from headstart.store.tiers.tier import TierPlaces, parse_tier_places, read_shared_secrets
 
@@ -80,15 +80,17 @@ def build_engine(
     folder = folder or model_folder(options)
     defaults = read_sampling_defaults(folder, options.generation_config)
     device = str(resolve_device(options.device))
-    with refuse_out_of_memory(f"starting on {device}", "end other processes (nvidia-smi lists them)"):
+    with explain_out_of_memory(f"starting on {device}", "end other processes (nvidia-smi lists them)"):
         found = device_memory(device)
     loaded, plan, max_model_len = _load(options, folder, device, found, profile)
     grammars = CachingGrammarCompiler(folder, loaded.vocab_size, loaded.eos_token_ids, grammar_parser_limits())
     pool = f"allocating the KV pool of {format_bytes(plan.kv_bytes)}"
-    with refuse_out_of_memory(pool, "end other processes, or lower --gpu-memory-utilization", found):
+    with explain_out_of_memory(pool, "end other processes, or lower --gpu-memory-utilization", found):
         runner = _make_runner(options, loaded, plan.num_blocks, grammars)
     on_cpu = loaded.device.type == "cpu"
-    store = _open_store(options, store_places, BlockShape(loaded.fingerprint, options.block_size, runner.block_bytes))
+    store = _open_store(
+        options, store_places, StoredBlockFormat(loaded.fingerprint, options.block_size, runner.block_bytes)
+    )
     speculation = parse_speculative_config(options.speculative_config)
     state_pages = -(-loaded.state_bytes // (loaded.kv_bytes_per_token * options.block_size))
     config = SchedulerConfig(
@@ -137,29 +139,29 @@ def build_engine(
 
 
 def _load(
-    options: EngineOptions, folder: Path, device: str, found: MemorySize, profile: Profile | None
+    options: EngineOptions, folder: Path, device: str, found: MemoryInfo, profile: Profile | None
 ) -> tuple[LoadedModel, KVPoolPlan, int]:
     """Return the model, the KV pool plan and max_model_len. Raises ConfigError before loading what cannot fit."""
     on_gpu = device.startswith("cuda")
     available = _available(options, found, on_gpu=on_gpu)
-    if device == "cpu" and loaded_kernels() is None:
+    if device == "cpu" and kernels_in_use() is None:
         print(
             f"Headstart has no CPU kernels here: {find_kernels().note}; torch is slower (headstart doctor)",
             file=sys.stderr,
         )
     packs = (
-        options.dtype != "float32" and device == "cpu" and loaded_kernels() is not None
+        options.dtype != "float32" and device == "cpu" and kernels_in_use() is not None
     )  # weights of less than 8 bits
     unpacks = options.quantization == "int4" or (
-        options.dtype == "float32" and device == "cpu" and loaded_kernels() is not None
+        options.dtype == "float32" and device == "cpu" and kernels_in_use() is not None
     )
     quantization = "none" if unpacks and not packs else options.quantization
     blocks = packs and quantization == "none"
-    expected = checkpoint_bytes(folder, dtype=options.dtype, quantization=quantization, blocks=blocks)
+    expected = loaded_weight_bytes(folder, dtype=options.dtype, quantization=quantization, blocks=blocks)
     check_weights_fit(expected, available, on_gpu=on_gpu)
     held = gpu_bytes_held(device) if on_gpu else 0
     smaller = "end other processes, or use a smaller model or a lower --max-num-batched-tokens"
-    with refuse_out_of_memory(f"loading {format_bytes(expected)} of weights", smaller, found):
+    with explain_out_of_memory(f"loading {format_bytes(expected)} of weights", smaller, found):
         loaded = load_model(
             folder,
             dtype=options.dtype,
@@ -211,7 +213,7 @@ def _run_profile(loaded: LoadedModel, max_batched_tokens: int, *, max_seqs: int,
     attention gather their keys and values.
     """
     batches, num_blocks = memory_profile_batches(max_batched_tokens, max_seqs, loaded.max_model_len, PROFILE_BLOCK_SIZE)
-    if runs_on_cuda(loaded.model, loaded.device, loaded.attention_backend):
+    if uses_cuda_executor(loaded.model, loaded.device, loaded.attention_backend):
         cuda: Any = import_module(CUDA_RUNNER)
 
         def run() -> None:
@@ -234,7 +236,7 @@ def _make_runner(
     given: dict[str, Any] = {
         "num_blocks": num_blocks, "block_size": options.block_size, "seed": options.seed, "grammars": grammars,
     }  # fmt: skip
-    if not runs_on_cuda(loaded.model, loaded.device, loaded.attention_backend):
+    if not uses_cuda_executor(loaded.model, loaded.device, loaded.attention_backend):
         return ModelRunner(loaded, **given)
     runner = import_module(CUDA_RUNNER).CudaRunner(loaded, max_rows=options.max_num_seqs, **given)
     keys = runner.graphs.keys()
@@ -246,7 +248,7 @@ def _make_runner(
     return runner
 
 
-def _available(options: EngineOptions, found: MemorySize, *, on_gpu: bool) -> int:
+def _available(options: EngineOptions, found: MemoryInfo, *, on_gpu: bool) -> int:
     """Return the bytes for the weights and all that is beside them. Raises ConfigError for a GPU that others use."""
     limit = None if options.memory_limit is None else parse_bytes(options.memory_limit)
     if not on_gpu:
@@ -265,7 +267,7 @@ def _store_places(options: EngineOptions) -> TierPlaces:
     return found
 
 
-def _open_store(options: EngineOptions, found: TierPlaces, shape: BlockShape) -> BlockStore | None:
+def _open_store(options: EngineOptions, found: TierPlaces, shape: StoredBlockFormat) -> BlockStore | None:
     """Open the tiers of --kv-store. Raises ConfigError."""
     secrets = () if found.url is None else read_shared_secrets(options.kv_store_secret)
     given: dict[str, Any] = {
@@ -288,4 +290,4 @@ def _served_name(model: str) -> str:
     path = Path(model).expanduser()
     if path.is_dir():
         return path.resolve().name
-    return path.stem if is_gguf(path) and path.is_file() else model
+    return path.stem if has_gguf_suffix(path) and path.is_file() else model

@@ -69,7 +69,7 @@ def cache_blocks(engine: Engine, argument: Plain) -> Plain:
     `num_blocks` is the size of the pool, `seconds` the time that the call took.
     """
     begun, pool, start = time.perf_counter(), engine.scheduler.pool, argument["start"]
-    rows = pool.published_blocks_in_range(start, start + MAX_SCANNED_BLOCKS)
+    rows = pool.published_in_id_range(start, start + MAX_SCANNED_BLOCKS)
     return {
         "num_blocks": pool.num_blocks,
         "blocks": [row.block for row in rows],
@@ -87,7 +87,7 @@ def block_tokens(engine: Engine, argument: Plain) -> list[bytes]:
     """Return the packed token ids of each of `blocks`; empty for one that has no longer the hash in `hashes`."""
     found: list[bytes] = []
     for block, key in zip(argument["blocks"], argument["hashes"], strict=True):
-        rows = engine.scheduler.pool.published_blocks_in_range(block, block + 1)
+        rows = engine.scheduler.pool.published_in_id_range(block, block + 1)
         entry = (
             engine.scheduler.pool.published_entry(rows[0].block_hash)
             if rows and rows[0].block_hash[:KEY_BYTES] == key

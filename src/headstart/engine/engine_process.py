@@ -22,8 +22,8 @@ from headstart.engine.engine_calls import CALLS
 from headstart.engine.wire import (
     Abort,
     CallResult,
-    Channel,
     EngineCall,
+    EngineChannel,
     EngineUpdate,
     Failed,
     LongStep,
@@ -44,7 +44,7 @@ _PR_SET_PDEATHSIG = 1
 class EngineLoop:
     """The loop that serves one engine over a channel."""
 
-    def __init__(self, engine: Engine, channel: Channel) -> None:
+    def __init__(self, engine: Engine, channel: EngineChannel) -> None:
         self._engine = engine
         self._channel = channel
         self._stopping = False
@@ -54,7 +54,7 @@ class EngineLoop:
         """Run until a Stop message or the end of the channel. Exceptions of a step propagate."""
         engine, channel = self._engine, self._channel
         while True:
-            payloads = channel.receive(0.0 if engine.has_work else HEARTBEAT_SECONDS)
+            payloads = channel.receive_payloads(0.0 if engine.has_work else HEARTBEAT_SECONDS)
             for payload in payloads:
                 self._handle(payload)
             if self._stopping or channel.is_closed:
@@ -114,7 +114,7 @@ def main(descriptor: int) -> int:
     _belong_to_parent()
     sock = socket.socket(fileno=descriptor)
     sock.set_inheritable(False)
-    channel = Channel(sock)
+    channel = EngineChannel(sock)
     try:
         started = _start(channel)
         if isinstance(started, int):
@@ -130,9 +130,9 @@ def main(descriptor: int) -> int:
         sock.close()
 
 
-def _start(channel: Channel) -> "tuple[Engine, EngineInfo] | int":
+def _start(channel: EngineChannel) -> "tuple[Engine, EngineInfo] | int":
     """Build the engine from the first message and return it; on failure, report the reason and return the exit code."""
-    payloads = channel.receive(START_SECONDS)
+    payloads = channel.receive_payloads(START_SECONDS)
     message = decode_to_engine(payloads[0]) if payloads else None
     if not isinstance(message, Start):
         return 1
@@ -148,7 +148,7 @@ def _start(channel: Channel) -> "tuple[Engine, EngineInfo] | int":
         return 1
 
 
-def _run(loop: EngineLoop, channel: Channel) -> int:
+def _run(loop: EngineLoop, channel: EngineChannel) -> int:
     try:
         loop.run()
     except PeerGoneError:

@@ -83,7 +83,7 @@ class KVEventPublisher:
         self._finalizer = weakref.finalize(self, _stop, self._queue, thread)
 
     @property
-    def num_dropped(self) -> int:
+    def num_dropped_batches(self) -> int:
         """Number of batches dropped because the queue was full or sending failed."""
         return self._num_rejected + self._sender.num_failed
 

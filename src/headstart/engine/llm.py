@@ -34,7 +34,7 @@ from headstart.core.request import Request, SamplingParams
 from headstart.engine.engine_checks import check_engine_installed
 from headstart.measurement.progress_bar import GenerationProgress
 from headstart.model.setup.threads import choose_num_threads
-from headstart.openai.bounds import RequestBounds, closes_json_objects
+from headstart.openai.bounds import RequestBounds, closes_objects_by_default
 from headstart.openai.chat.chat_delta import ToolCallDelta
 from headstart.openai.engine_requests import (
     ChatPrompt,
@@ -42,7 +42,7 @@ from headstart.openai.engine_requests import (
     build_requests,
     encode_completion,
     render_chat_prompt,
-    with_chat_output,
+    with_output_formats,
 )
 from headstart.openai.forms.carried_text import REFUSE
 from headstart.openai.generation_params import GenerationParams, ParamsKind, parse_params
@@ -123,7 +123,7 @@ class LLM:
             defaults=info.sampling_defaults,
             content_forms=tokenizer.content_forms,
             min_boundary=info.checkpoint_tokens,
-            closes_objects=closes_json_objects(info),
+            closes_objects=closes_objects_by_default(info),
             unreadable_parts=REFUSE,  # no header could name what is lost
         )
         self._ids = (f"llm-{number}" for number in itertools.count())
@@ -196,7 +196,7 @@ class LLM:
             body = ChatBody(None, as_rendered(parse_messages(conversation, self._bounds), self._bounds), params)
             prompts.append(render_chat_prompt(body, self.tokenizer, self._bounds))
         texts = [prompt.token_ids for prompt in prompts]
-        outputs = [with_chat_output(params, text, self.tokenizer, self._bounds) for text in texts]
+        outputs = [with_output_formats(params, text, self.tokenizer, self._bounds) for text in texts]
         return self._run(texts, outputs, progress, [prompt.boundary for prompt in prompts])
 
     def add_prefix(
@@ -316,7 +316,7 @@ class LLM:
                     if generation is None or output.request_id not in unfinished:
                         continue
                     delta = generation.update(output)
-                    bar.tokens(len(output.token_ids))
+                    bar.record_tokens(len(output.token_ids))
                     if delta.must_abort:
                         self.engine.abort(output.request_id)
                     if delta.finish_reason is not None:
@@ -396,7 +396,9 @@ def _completion(request: Request, generation: GeneratedOutput, params: Generatio
         finish_reason=generation.finish_reason,
         stop_reason=generation.stop_reason,
         logprobs=[*(generation.echo or ()), *generation.logprobs] if params.wants_logprobs else None,
-        prompt_logprobs=None if of_prompt is None else [of_prompt.known(index) for index in range(len(of_prompt))],
+        prompt_logprobs=None
+        if of_prompt is None
+        else [of_prompt.token_logprob_at(index) for index in range(len(of_prompt))],
         error=generation.error,
         tool_calls=() if chat is None else chat.tool_calls,
         reasoning="" if chat is None else chat.reasoning,

@@ -234,7 +234,7 @@ class FrameSplitter:
             del buffer[:start]
 
 
-class Channel:
+class EngineChannel:
     """The engine's end of the socket: blocking sends, receives with a timeout."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -250,7 +250,7 @@ class Channel:
         except OSError as error:
             raise PeerGoneError(f"the other end of the channel is gone: {error}") from error
 
-    def receive(self, timeout: float) -> list[bytes]:
+    def receive_payloads(self, timeout: float) -> list[bytes]:
         """Return the available payloads, waiting up to `timeout` seconds for the first byte.
 
         Sets `is_closed` when the peer has closed the channel.

@@ -17,10 +17,10 @@ import aiohttp
 import msgspec
 
 from headstart.gateway.proxy.replies import check_response_head, read_bounded_body, read_complete_answer
-from headstart.gateway.proxy.upstream import ReplicaAnswer, forwarded_request_headers
+from headstart.gateway.proxy.upstream import UnstreamedReplicaAnswer, forwarded_request_headers
 from headstart.http.http_errors import HttpError
-from headstart.http.web_pages import is_forwarding_header
-from headstart.openai.request_json import decode_json_text
+from headstart.http.web_pages import reveals_proxy_or_page
+from headstart.openai.request_json import parse_json
 from headstart.openai.responses import Json
 
 PATH = "/v1/cache/stats"
@@ -43,7 +43,7 @@ async def broadcast_request(
     headers: list[tuple[bytes, bytes]],
     body: bytes,
     own: dict[str, str],
-) -> ReplicaAnswer:
+) -> UnstreamedReplicaAnswer:
     """Send a request to all replicas at once and return the first answer that is an error, else the first answer.
 
     `target`: path and query. Raises HttpError 503 if there is no replica, and 502 if a replica gave no answer: then the
@@ -51,9 +51,9 @@ async def broadcast_request(
     """
     if not urls:
         raise HttpError(503, "no replica is up", code="no_replicas", headers={"retry-after": "1"})
-    sent = forwarded_request_headers([(name, value) for name, value in headers if not is_forwarding_header(name)], own)
+    sent = forwarded_request_headers([(name, value) for name, value in headers if not reveals_proxy_or_page(name)], own)
 
-    async def send(url: str) -> ReplicaAnswer:
+    async def send(url: str) -> UnstreamedReplicaAnswer:
         timeout = aiohttp.ClientTimeout(total=FANOUT_SECONDS)
         async with session.request(
             method, url + target, headers=sent, data=body, timeout=timeout, allow_redirects=False
@@ -66,7 +66,7 @@ async def broadcast_request(
     if silent:
         message = f"{len(silent)} of {len(urls)} replicas gave no answer; ask again when all are up"
         raise HttpError(502, message, code="replica_unreachable")
-    found = [answer for answer in answers if isinstance(answer, ReplicaAnswer)]
+    found = [answer for answer in answers if isinstance(answer, UnstreamedReplicaAnswer)]
     return next((answer for answer in found if answer.status >= 400), found[0])
 
 
@@ -124,7 +124,7 @@ class StatsReply(msgspec.Struct):
         return "not readable" if self.status == 200 else f"answered {self.status}"
 
 
-async def fetch_replica_stats(
+async def fetch_fleet_stats(
     session: aiohttp.ClientSession, urls: Sequence[str], headers: list[tuple[bytes, bytes]], own: dict[str, str]
 ) -> list[StatsReply]:
     """Request the statistics of every replica with the caller's headers; `own` replaces headers of the same name.
@@ -171,7 +171,7 @@ async def _fetch(session: aiohttp.ClientSession, url: str, headers: list[tuple[s
         return answer
     if answer.status == 200:
         with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            answer.stats = msgspec.convert(decode_json_text(body), ReplicaStats)
+            answer.stats = msgspec.convert(parse_json(body), ReplicaStats)
     return answer
 
 

@@ -20,7 +20,7 @@ from headstart.gateway.held_bytes import ByteReservation, parsed_request_bytes
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.replies import response_replica_gone_error
 from headstart.gateway.proxy.request_reader import ParsedRequest, RequestSender
-from headstart.gateway.proxy.upstream import ReplicaAnswer
+from headstart.gateway.proxy.upstream import UnstreamedReplicaAnswer
 from headstart.gateway.replicas.replica_address import server_url_of
 from headstart.http.access_record import access_record_of_scope, tenant_of_scope
 from headstart.http.body_reader import SPOOL_BYTES
@@ -221,7 +221,7 @@ class _Front:
         """Send the request to the replica that holds the response."""
         scope = request.scope
         replica = self._holder(response_id, access_record_of_scope(scope).principal.domain, "response_id")
-        answer = await self._state.send([replica], request.method, _target(request), scope["headers"])
+        answer = await self._state.broadcast_request([replica], request.method, _target(request), scope["headers"])
         return _response_of(answer)
 
     async def _administer(self, request: Request) -> Response:
@@ -282,13 +282,15 @@ class _Front:
             raise InvalidRequestError(f"replica {safe_repr(chosen)} is not up; there are {len(urls)}", param="replica")
         asked = urlencode({name: value for name, value in request.query_params.items() if name != "replica"})
         target = request.scope["path"] + (f"?{asked}" if asked else "")
-        return _response_of(await self._state.send(urls and [chosen], "GET", target, request.scope["headers"]))
+        return _response_of(
+            await self._state.broadcast_request(urls and [chosen], "GET", target, request.scope["headers"])
+        )
 
     async def _live(self, request: Request) -> Response:
         async def frame() -> Json:
             if self._state.draining:
                 raise DrainingError("the router is shutting down")
-            return self._state.figures()
+            return self._state.live_frame()
 
         # a front that does not read answers, Envoy's picker, sends them whole
         limit = MAX_FRAMES if self._reads_answers else 1
@@ -319,14 +321,16 @@ class _Front:
     async def _tokenizer_info(self, request: Request) -> Response:
         """Ask a replica: replicas of one fleet have one tokenizer."""
         replicas = list(self._state.urls_of_up_replicas)[:1]
-        return _response_of(await self._state.send(replicas, "GET", _target(request), request.scope["headers"]))
+        return _response_of(
+            await self._state.broadcast_request(replicas, "GET", _target(request), request.scope["headers"])
+        )
 
     async def _version(self, request: Request) -> Response:
         version: Json = {"version": __version__}
         return json_response(version)
 
 
-def _response_of(answer: ReplicaAnswer) -> Response:
+def _response_of(answer: UnstreamedReplicaAnswer) -> Response:
     response = Response(answer.body, answer.status)
     response.raw_headers.extend(answer.headers)
     return response

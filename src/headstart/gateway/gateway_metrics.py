@@ -39,7 +39,7 @@ class GatewayMetrics:
         self.ttft = self._histogram("router_ttft_seconds", "From arrival to the first token.", _TTFT)
         self.decide = self._histogram("router_decision_seconds", "Time to read a prompt and select a replica.", _DECIDE)
 
-    def watch(self, state: "GatewayState") -> None:
+    def watch_state(self, state: "GatewayState") -> None:
         """Add the router's state to every scrape."""
         self._registry.register(_Collector(state))
 
@@ -49,7 +49,7 @@ class GatewayMetrics:
         route = path if path in self._routes else "/v1/responses/{id}" if is_stored else "other"
         self._http.add((route, method_label(method), str(status)))
 
-    def count_routed(self, call: ProxiedCall) -> None:
+    def count_call_outcome(self, call: ProxiedCall) -> None:
         """Count the attempts, failures and outcome of a request."""
         for failure in call.failures:
             self._failures.add((failure.value,))
@@ -157,7 +157,7 @@ class _Collector(Collector):
             yield _gauge("regret_seconds", text, "policy", regrets)
             agreed = {name: regret.agreed for name, regret in router.regrets.items()}
             yield _count("agreements", "Decisions in which a shadow policy agreed.", "policy", agreed)
-        events = state.listening.counts()
+        events = state.listening.event_counts()
         if events:
             family = CounterMetricFamily("headstart:router_kv_events", "KV events.", labels=("replica", "kind"))
             for name, counts in events.items():

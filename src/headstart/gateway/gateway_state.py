@@ -14,14 +14,14 @@ import aiohttp
 
 from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.errors import DrainingError, HeadstartError
-from headstart.gateway.cache_stats import broadcast_request, fetch_replica_stats, fleet_stats_json
+from headstart.gateway.cache_stats import broadcast_request, fetch_fleet_stats, fleet_stats_json
 from headstart.gateway.gateway_metrics import GatewayMetrics
 from headstart.gateway.gateway_routes import ROUTER_ACCESS, ROUTES, ClientKeyDomains
 from headstart.gateway.held_bytes import MAX_HELD_BYTES
 from headstart.gateway.proxy.flow_control import FlowControl, RetryBudget
 from headstart.gateway.proxy.proxy import Placed, ProxiedCall, ReplicaProxy, place_immediately
 from headstart.gateway.proxy.request_reader import RequestParser, RequestSender, session_from_headers
-from headstart.gateway.proxy.upstream import ReplicaAnswer
+from headstart.gateway.proxy.upstream import UnstreamedReplicaAnswer
 from headstart.gateway.replica_tokenizers import find_tokenizer_of_models
 from headstart.gateway.replicas.kv_event_subscriptions import ApproximateIndexFactory, KVEventSubscriptions
 from headstart.gateway.replicas.replica_address import server_url_of
@@ -111,7 +111,7 @@ class GatewayState:
         self.proxy = ReplicaProxy(self.router, session, options, max_pending, self.budget, placed)
         self.memory = RequestHistory(self.router, server_options.diagnostics_size)
         self.metrics = GatewayMetrics(ROUTES)
-        self.metrics.watch(self)
+        self.metrics.watch_state(self)
         if self.tracer is not None:
             self.metrics.watch_tracer(self.tracer)
         self._ttft: deque[tuple[float, tuple[int, ...]]] = deque(
@@ -122,7 +122,7 @@ class GatewayState:
         self.idle = asyncio.Event()
         self.idle.set()
 
-    def drain(self) -> None:
+    def start_draining(self) -> None:
         """Refuse new requests from now on."""
         self.draining = True
 
@@ -191,9 +191,9 @@ class GatewayState:
         if call.first_token_at is not None:
             trace_id = call.trace.hex_trace_id if call.trace else ""
             self.metrics.ttft.observe(call.first_token_at - record.arrival, trace_id)
-        self.metrics.count_routed(call)
+        self.metrics.count_call_outcome(call)
         if record.status not in (401, 403):  # otherwise any client could evict requests that tenants may explain
-            self.memory.record_sent(call, record.principal)
+            self.memory.record_ended(call, record.principal)
         decision = call.in_flight
         if call.trace is not None and call.trace.is_sampled:
             _add_spans(call, call.trace, record)
@@ -212,10 +212,10 @@ class GatewayState:
 
     async def broadcast_admin_request(
         self, method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes
-    ) -> ReplicaAnswer:
+    ) -> UnstreamedReplicaAnswer:
         """Send an administrator's request to every replica that is up. Raises HttpError if one does not answer."""
         urls = self.urls_of_up_replicas
-        answer = await self.send(urls, method, target, headers, body)
+        answer = await self.broadcast_request(urls, method, target, headers, body)
         if target.startswith("/reset_prefix_cache") and answer.status == 200:
             for name, endpoint in self.router.endpoints.items():
                 if server_url_of(name) in urls:
@@ -227,12 +227,12 @@ class GatewayState:
 
         Raises HttpError if there is no replica, or none reports statistics.
         """
-        found = await fetch_replica_stats(self._session, self.urls_of_up_replicas, headers, self._own_headers)
+        found = await fetch_fleet_stats(self._session, self.urls_of_up_replicas, headers, self._own_headers)
         return fleet_stats_json(found, is_admin=principal.is_admin, is_own_key=self._passes_keys_on)
 
-    async def send(
+    async def broadcast_request(
         self, urls: list[str], method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes = b""
-    ) -> ReplicaAnswer:
+    ) -> UnstreamedReplicaAnswer:
         """Send a client's request to replicas; see send_to_all."""
         return await broadcast_request(self._session, urls, method, target, headers, body, self._own_headers)
 
@@ -294,7 +294,7 @@ class GatewayState:
             "replicas": [self._described(member, now) for member in self.members.members.values()],
         }
 
-    def figures(self) -> dict[str, Any]:
+    def live_frame(self) -> dict[str, Any]:
         """Return a frame of /v1/cache/live: the description of all replicas, recent times and decisions."""
         now, ttft = time.monotonic(), self.metrics.ttft
         self._ttft.append((now, ttft.counts))
@@ -305,7 +305,7 @@ class GatewayState:
             **self.describe(),
             "object": "fleet.figures",
             "ttft_ms": {name: None if value is None else round(1000 * value, 1) for name, value in times.items()},
-            "decisions": self.proxy.decisions.watch(now),
+            "decisions": self.proxy.decisions.poll(now),
         }
 
     def _described(self, member: MonitoredReplica, now: float) -> dict[str, Any]:
@@ -330,9 +330,9 @@ class GatewayState:
 
     # ------------------------------------------------------------------------------- observer of the replica monitor
 
-    def index_of(self, member: MonitoredReplica) -> PrefixIndex:
+    def open_index(self, member: MonitoredReplica) -> PrefixIndex:
         """Return the index of a replica's cache, from KV events where it publishes them."""
-        return self.listening.index_of(member)
+        return self.listening.open_index(member)
 
     def on_probed(self, member: MonitoredReplica) -> None:
         """Note the result of a probe."""
@@ -340,7 +340,7 @@ class GatewayState:
         self.proxy.silence.on_probe(member)
         if member.state == "up":
             self.proxy.replica_wait.wake_waiting()
-        self.proxy.flow.release()
+        self.proxy.flow.release_held_requests()
 
     def on_removed(self, url: str) -> None:
         """Forget a removed replica."""
@@ -351,7 +351,7 @@ class GatewayState:
 
     def on_models_changed(self) -> None:
         """Map the model names that are served now, and load their tokenizer if that was requested."""
-        self.reader.served = self.members.served()
+        self.reader.served = self.members.served_models()
         models = {served.model for served in self.reader.served.values()}
         self.reader.default_model = next(iter(models)) if len(models) == 1 else ""
         if self._tokenizer_log is not None and self.reader.tokenizer is None:
@@ -375,7 +375,7 @@ def _domain_secret(replica_api_key: str | None) -> bytes:
 def _add_spans(call: ProxiedCall, trace: RequestTrace, record: AccessRecord) -> None:
     """Complete the trace of a request that has ended at the router."""
     now, received_at = time.monotonic(), record.received_at or record.arrival
-    call.end_attempt(now)
+    call.end_attempt_span(now)
     sent_at = next((span.start for span in trace.spans if span.kind == "client"), now)
     trace.root.attributes |= {  # not spans: encoding one costs as much as seven attributes
         "headstart.receive_ms": (received_at - record.arrival) * 1e3,

@@ -9,7 +9,7 @@ from headstart.gateway.gateway_app import build_gateway_app
 from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.proxy.proxy import FILES_PER_REQUEST
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.http.lifecycle import HttpServer, listener_address, uvicorn_config
+from headstart.http.lifecycle import UvicornWithoutSignals, listener_address, uvicorn_config
 from headstart.http.protocol.connections import MIN_CONNECTIONS, ConnectionTable, max_server_connections
 
 
@@ -45,7 +45,7 @@ class HttpFront:
         self.connections = ConnectionTable(MIN_CONNECTIONS)
         self._max_queued = 0  # per replica
         self._num_replicas = 1
-        self._http: HttpServer | None = None
+        self._http: UvicornWithoutSignals | None = None
         self._serving: asyncio.Task[None] | None = None
 
     @property
@@ -63,7 +63,7 @@ class HttpFront:
         """Serve."""
         self._max_queued = state.server_options.max_num_queued_reqs
         self._set_cap()
-        self._http = HttpServer(uvicorn_config(build_gateway_app(state), self.connections))
+        self._http = UvicornWithoutSignals(uvicorn_config(build_gateway_app(state), self.connections))
         self._serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
 
     async def stop(self, *, at_once: bool) -> None:

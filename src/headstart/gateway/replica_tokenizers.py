@@ -7,10 +7,10 @@ from pathlib import Path
 import huggingface_hub
 
 from headstart.bundled import BUNDLED_NAME, bundled_model_folder
-from headstart.bundled.packaged_models import find_local_packaged_model
+from headstart.bundled.packaged_models import find_packaged_model_file
 from headstart.core.errors import ConfigError
 from headstart.gateway.replicas.probes import ModelCard
-from headstart.gguf.gguf_reader import is_gguf
+from headstart.gguf.gguf_reader import has_gguf_suffix
 from headstart.gguf.tokenizer_json import FILE_NAME
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
@@ -48,11 +48,11 @@ def find_tokenizer_of_models(cards: Iterable[ModelCard]) -> Tokenizer | None:
 def _folder(name: str) -> Path | None:
     with suppress(OSError, RuntimeError):  # a name that no file can have, a home directory that does not exist
         path = Path(name).expanduser()
-        if name and ((path / FILE_NAME).is_file() or (is_gguf(path) and path.is_file())):
+        if name and ((path / FILE_NAME).is_file() or (has_gguf_suffix(path) and path.is_file())):
             return path
     if name == BUNDLED_NAME:
         return bundled_model_folder()
-    if (packaged := find_local_packaged_model(name)) is not None:
+    if (packaged := find_packaged_model_file(name)) is not None:
         return packaged
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         return None

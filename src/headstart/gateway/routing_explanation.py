@@ -289,7 +289,7 @@ class RequestHistory:
         self._recent = RecentRoutings(max_bytes=max_bytes)
         self._ids: OrderedDict[str, str] = OrderedDict()  # id in an answer -> the router's id
 
-    def record_sent(self, call: ProxiedCall, principal: Principal) -> None:
+    def record_ended(self, call: ProxiedCall, principal: Principal) -> None:
         """Add a request that has ended and was sent to a replica at least once."""
         decision = call.in_flight
         if decision is None or call.is_trimmed:

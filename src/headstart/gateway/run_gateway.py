@@ -36,8 +36,8 @@ from headstart.http.lifecycle import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     ShutdownSignals,
-    main_result_or_cancel,
     open_listener,
+    run_until_any_ends,
     unlink_socket_file,
 )
 from headstart.http.logs import ServerLog
@@ -99,7 +99,7 @@ def discovery_from_options(options: RouterOptions) -> Discovery:
     if options.discover is not None and options.replica:
         raise ConfigError("give replicas by --replica or by --discover, not both")
     if options.discover is not None:
-        return make_discovery(options.discover, allow_loopback=options.allow_loopback_endpoints)
+        return parse_discovery(options.discover, allow_loopback=options.allow_loopback_endpoints)
     if not options.replica:
         raise ConfigError("no replicas: name them, as in headstart route --replica http://127.0.0.1:8001")
     addresses: Sequence[ReplicaAddress] = [parse_replica_address(text) for text in options.replica]
@@ -157,7 +157,7 @@ class _Life:
                 self._options.drain_timeout,
                 self._log,
                 num_requests=lambda: state.num_under_way,
-                on_drain=state.drain,
+                on_drain=state.start_draining,
             )
             self._shutdown.install_handlers()
 
@@ -203,12 +203,12 @@ class _Life:
             gc.freeze()  # modules and large indexes: a full collection of them would stop all streams for 60 ms
             await _any_of(watching, self._shutdown.begun.wait(), *(front.ended.wait() for front in self._fronts))
             if any(front.ended.is_set() for front in self._fronts):
-                state.drain()
+                state.start_draining()
                 return EXIT_BROKEN
             if watching.done() and not watching.cancelled():
                 more = "; the router stops" if self._listed.is_set() else ""
                 self._log.write_line(f"headstart: {watching.exception() or 'discovery has ended'}{more}")
-                state.drain()
+                state.start_draining()
                 return EXIT_CONFIG if isinstance(watching.exception(), ConfigError) else EXIT_BROKEN
             return await self._drain(state)
         finally:
@@ -225,7 +225,7 @@ class _Life:
     async def _drain(self, state: GatewayState) -> int:
         deadline = time.monotonic() + self._shutdown.drain_seconds
         while state.num_under_way and not self._shutdown.at_once.is_set() and time.monotonic() < deadline:
-            await main_result_or_cancel(state.idle.wait(), self._shutdown.at_once.wait(), timeout=0.5)
+            await run_until_any_ends(state.idle.wait(), self._shutdown.at_once.wait(), timeout=0.5)
         if not state.num_under_way:
             return EXIT_OK
         self._log.write_line(f"headstart: {state.num_under_way} requests were cut off")
@@ -300,7 +300,7 @@ class BufferedLog(ServerLog):
             super().write_line(text)
 
 
-def make_discovery(text: str, *, allow_loopback: bool = False) -> Discovery:
+def parse_discovery(text: str, *, allow_loopback: bool = False) -> Discovery:
     """Return the discovery for `file:PATH`, `dns:NAME:PORT` or `kubernetes:TARGET`. Raises ConfigError for others.
 
     `allow_loopback`: a cluster's and a name's endpoints may be at loopback addresses.

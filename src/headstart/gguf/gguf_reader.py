@@ -55,7 +55,7 @@ class GGUFFile:
     tensors: dict[str, TensorInfo]
 
 
-def is_gguf(model: Path) -> bool:
+def has_gguf_suffix(model: Path) -> bool:
     """Return whether `model` names a GGUF file, by its suffix."""
     return model.suffix.lower() == SUFFIX
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headstart.core.errors import ConfigError
-from headstart.gguf.gguf_reader import GGUFFile, is_gguf, read_gguf
+from headstart.gguf.gguf_reader import GGUFFile, has_gguf_suffix, read_gguf
 from headstart.gguf.metadata import CONTROL, read_bool, read_list, read_special_token_id, read_string, read_token_texts
 
 FILE_NAME = "tokenizer.json"
@@ -87,13 +87,13 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 def model_tokenizer_json(model: Path) -> str | None:
     """Return the text of a model's `tokenizer.json`; None: its folder has none. Raises ConfigError."""
-    if is_gguf(model):
-        return json.dumps(gguf_tokenizer(read_gguf(model)), ensure_ascii=False)
+    if has_gguf_suffix(model):
+        return json.dumps(gguf_tokenizer_json(read_gguf(model)), ensure_ascii=False)
     path = model / FILE_NAME
     return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
-def gguf_tokenizer(file: GGUFFile) -> dict[str, Any]:
+def gguf_tokenizer_json(file: GGUFFile) -> dict[str, Any]:
     """Return the content of a `tokenizer.json` for a GGUF file. Raises ConfigError, with names, for unknown kinds."""
     kind = read_string(file, "tokenizer.ggml.model")
     if kind not in _KINDS:

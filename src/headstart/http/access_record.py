@@ -43,7 +43,7 @@ class AccessRecord:
     trace: RequestTrace | None = None  # None: nothing is exported
 
     @classmethod
-    def of(cls, scope: Any) -> "AccessRecord":
+    def create_in_scope(cls, scope: Any) -> "AccessRecord":
         """Return a record for a new request, and store it in the scope for `access_record_of_scope`."""
         label = dict(scope["headers"][::-1]).get(b"x-request-id", b"")  # the first of them
         cleaned = _UNSAFE.sub("", label[: 4 * _MAX_LABEL_CHARS].decode("latin-1"))[:_MAX_LABEL_CHARS] if label else ""
@@ -100,13 +100,13 @@ class AccessRecord:
         """Return the value of a Server-Timing header: the phases so far, in milliseconds."""
         parts: list[str] = []
         start: float | None = self.arrival
-        for name, end in self.phases():
+        for name, end in self.phase_ends():
             if start is not None and end is not None:
                 parts.append(f"{name};dur={max(end - start, 0.0) * 1e3:.1f}")
             start = end
         return ", ".join(parts)
 
-    def phases(self) -> tuple[tuple[str, float | None], ...]:
+    def phase_ends(self) -> tuple[tuple[str, float | None], ...]:
         """Return the phases of a generation at a server, in order, and when each ended; the first began at arrival."""
         return (
             ("receive", self.received_at),
@@ -121,7 +121,7 @@ class AccessRecord:
 
 
 def access_record_of_scope(scope: Any) -> AccessRecord:
-    """Return the record that AccessRecord.of stored in the scope."""
+    """Return the record that AccessRecord.create_in_scope stored in the scope."""
     return scope[_SCOPE_KEY]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from headstart.config.options import TenantEntry
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.http.http_errors import HttpError
-from headstart.http.web_pages import has_known_host, is_forwarding_header, is_loopback
+from headstart.http.web_pages import has_known_host, is_loopback, reveals_proxy_or_page
 
 Scope = Any  # starlette's: a mutable mapping
 _TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -156,7 +156,7 @@ class Authenticator:
         client = scope.get("client")
         if client is None or not is_loopback(client[0]) or not has_known_host(scope, self._host_names):
             return False
-        return not any(is_forwarding_header(name) for name, _ in scope["headers"])
+        return not any(reveals_proxy_or_page(name) for name, _ in scope["headers"])
 
     def _identify(self, headers: list[tuple[bytes, bytes]], *, takes_x_api_key: bool) -> Principal | None:
         """Return the Principal of the request's key. Compares all keys, so that timing reveals no match."""

@@ -44,7 +44,7 @@ class BodyReader:
 
     async def read(self, request: Request) -> bytes:
         """Return the body. Raises HttpError 413, 415, 408, QueueFullError, and ClientGoneError."""
-        async with self.read_held(request) as body:
+        async with self.hold_body(request) as body:
             return body_bytes(body)
 
     async def read_spooled(self, request: Request, max_memory: int = SPOOL_BYTES) -> bytes | SpooledBody:
@@ -56,7 +56,7 @@ class BodyReader:
             return body.take()
 
     @asynccontextmanager
-    async def read_held(self, request: Request, max_memory: int = SPOOL_BYTES) -> AsyncGenerator[bytes | SpooledBody]:
+    async def hold_body(self, request: Request, max_memory: int = SPOOL_BYTES) -> AsyncGenerator[bytes | SpooledBody]:
         """Yield the body as `read_spooled` returns it; it counts as held until the block ends, and is closed then."""
         async with self._collected(request, max_memory) as body:
             yield body.peek()
@@ -91,7 +91,7 @@ class BodyReader:
         while not self._budget.has_room(more, lease):
             if self._beyond in (None, lease):
                 self._beyond = lease
-                lease.resize(lease.num_bytes + more)
+                lease.force_resize(lease.num_bytes + more)
                 return time.monotonic() - began
             if self._num_waiting >= MAX_WAITING or time.monotonic() - began >= ROOM_SECONDS:
                 break

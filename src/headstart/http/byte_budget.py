@@ -90,17 +90,17 @@ class ByteLease:
         """Hold `num_bytes` more, or fewer if negative. Raises QueueFullError, and then nothing has changed."""
         if num_bytes > 0:
             self._budget.check(num_bytes, self)
-        self.resize(self.num_bytes + num_bytes)
+        self.force_resize(self.num_bytes + num_bytes)
 
     def set(self, num_bytes: int) -> None:
         """Hold `num_bytes`. Raises as `grow`."""
         self.grow(num_bytes - self.num_bytes)
 
-    def resize(self, num_bytes: int) -> None:
+    def force_resize(self, num_bytes: int) -> None:
         """Hold exactly `num_bytes`, even over the budget."""
         self._budget.add(num_bytes - self.num_bytes, self.tenant)
         self.num_bytes = num_bytes
 
     def release(self) -> None:
         """Hold nothing. Idempotent."""
-        self.resize(0)
+        self.force_resize(0)

@@ -48,7 +48,7 @@ class RequestGate:
             return
         if self._root and scope["path"].startswith(f"{self._root}/"):
             scope = {**scope, "path": scope["path"].removeprefix(self._root)}
-        record = AccessRecord.of(scope)
+        record = AccessRecord.create_in_scope(scope)
         api = self._api_of(record.path)
         own = [*request_id_headers(api, record.request_id), *self._state.pages.cors_headers(scope)]
 

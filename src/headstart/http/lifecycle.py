@@ -76,7 +76,7 @@ def _listen_at(path: Path) -> socket.socket:
     return listener
 
 
-class HttpServer(uvicorn.Server):
+class UvicornWithoutSignals(uvicorn.Server):
     """uvicorn without signal handlers of its own."""
 
     @contextlib.contextmanager
@@ -147,7 +147,7 @@ def uvicorn_config(app: ASGIApp, table: ConnectionTable | None = None) -> uvicor
     )
 
 
-async def main_result_or_cancel(*works: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
+async def run_until_any_ends(*works: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
     """Return the result of `works[0]` if it ends first or together with others, else None; cancel the rest."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

@@ -106,11 +106,11 @@ class MetricFamilies(NamedTuple):
         """Return a counter."""
         return self._filled(CounterMetricFamily(self.prefix + name, text, labels=("model_name",)), {"": value})
 
-    def counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    def labelled_counter(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
         """Return a counter by the values of a label."""
         return self._filled(CounterMetricFamily(self.prefix + name, text, labels=("model_name", label)), values)
 
-    def gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    def labelled_gauge(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
         """Return a gauge by the values of a label."""
         return self._filled(GaugeMetricFamily(self.prefix + name, text, labels=("model_name", label)), values)
 

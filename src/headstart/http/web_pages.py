@@ -90,7 +90,7 @@ def has_known_host(scope: Any, names: frozenset[str]) -> bool:
     return all(_is_known(host, names) for host in hosts)
 
 
-def is_forwarding_header(name: bytes) -> bool:
+def reveals_proxy_or_page(name: bytes) -> bool:
     """Return whether a header shows that a proxy or a web page is behind a request."""
     return name in _FORWARDING or name.startswith(_FORWARDING_PREFIXES)
 

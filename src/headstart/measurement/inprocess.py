@@ -39,12 +39,12 @@ class EngineRunner:
         self._runs = 0
 
     @classmethod
-    def build(cls, setup: EngineSetup, options: EngineOptions) -> "EngineRunner":
+    def from_setup(cls, setup: EngineSetup, options: EngineOptions) -> "EngineRunner":
         """Load a model; `close` frees it."""
         engine, info = setup.build(options)
         return cls(engine, info, setup.label)
 
-    def reset(self) -> bool:
+    def clear_prefix_cache(self) -> bool:
         return self.engine.reset_prefix_cache()
 
     def run(
@@ -169,7 +169,7 @@ class _Flight:
         )
 
 
-def make_requests(prompts: "Sequence[array[int]]", sampling: SamplingParams, label: str) -> list[Request]:
+def requests_from_prompts(prompts: "Sequence[array[int]]", sampling: SamplingParams, label: str) -> list[Request]:
     """Return one request per prompt with the id `label-i`; no request with such an id may be running on the engine."""
     return [Request(f"{label}-{index}", prompt, sampling) for index, prompt in enumerate(prompts)]
 

@@ -56,7 +56,7 @@ class ContentionMeter:
     def start(self) -> None:
         self._before = _cpu_seconds()
 
-    def stop(self, also_ours: float = 0.0) -> float | None:
+    def measure_other_cores(self, also_ours: float = 0.0) -> float | None:
         """Return CPU seconds of other processes per second of wall time, >= 0; None where it cannot be measured.
 
         `also_ours`: CPU seconds in the interval of running processes that belong to the measurement.
@@ -120,7 +120,7 @@ def _measured(measure: Callable[[], T]) -> tuple[T, float | None]:
     meter = ContentionMeter()
     meter.start()
     result = measure()
-    return result, meter.stop()
+    return result, meter.measure_other_cores()
 
 
 def _cpu_seconds() -> tuple[float, float, float] | None:

@@ -73,7 +73,7 @@ class GenerationProgress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._progress.stop()
 
-    def tokens(self, count: int) -> None:
+    def record_tokens(self, count: int) -> None:
         """Count generated tokens."""
         self._num_tokens += count
         self._progress.update(self._task, rate=self._rate())

@@ -98,13 +98,13 @@ class JobsResult:
         return tokens / (end - start) if end > start else None
 
     @property
-    def ttft(self) -> float | None:
+    def median_ttft(self) -> float | None:
         """Return the median seconds to the first token; None: nothing finished."""
         known = [record.ttft for record in self.records if record.ok and record.ttft is not None]
         return median(known) if known else None
 
     @property
-    def tpot(self) -> float | None:
+    def median_tpot(self) -> float | None:
         """Return the median over the requests of the mean seconds per token after the first."""
         known = [record.tpot for record in self.records if record.ok and record.tpot is not None]
         return median(known) if known else None
@@ -117,7 +117,7 @@ class JobRunner(Protocol):
     vocab_size: int  # prompts are drawn from ids below this
     about: dict[str, Any]  # for the report: versions, settings; model and max_model_len where they are known
 
-    def reset(self) -> bool:
+    def clear_prefix_cache(self) -> bool:
         """Clear the prefix cache; False: not supported, so prompts must be new to be cold."""
         ...
 

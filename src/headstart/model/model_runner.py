@@ -14,12 +14,12 @@ from headstart.core.cache.block_store import Data
 from headstart.model.attention.base import backend_factory
 from headstart.model.grammar.grammar_compiler import CachingGrammarCompiler
 from headstart.model.grammar.grammar_rows import GrammarRows
-from headstart.model.kernels.library import loaded_kernels
+from headstart.model.kernels.library import kernels_in_use
 from headstart.model.kernels.rows import are_chunks_finite
-from headstart.model.kernels.stack import Ahead
+from headstart.model.kernels.stack import HeadOutputs
 from headstart.model.recurrent_states import RecurrentStates
 from headstart.model.sampling.sampler import Sampler
-from headstart.model.step_inputs import StepBounds, StepInputs, build_step_inputs
+from headstart.model.step_inputs import StepInputRanges, StepInputs, build_step_inputs
 from headstart.model.weights.model_loader import LoadedModel
 
 _NOT_FINITE = RowError(RowErrorKind.NON_FINITE, "the model computed no finite hidden states")
@@ -44,10 +44,10 @@ class ModelRunner:
             loaded.kv_shape, num_blocks=num_blocks, block_size=block_size, dtype=loaded.dtype, device=loaded.device
         )
         self.block_bytes = self.attention.kv.block_bytes
-        self._kernels = loaded_kernels() if loaded.device.type == "cpu" else None
+        self._kernels = kernels_in_use() if loaded.device.type == "cpu" else None
         rows = None if grammars is None else GrammarRows(grammars, torch.get_num_threads())
         self.sampler = Sampler(loaded.vocab_size, seed=seed, kernels=self._kernels, grammars=rows)
-        self._bounds = StepBounds(num_blocks, block_size, loaded.vocab_size, loaded.max_model_len)
+        self._bounds = StepInputRanges(num_blocks, block_size, loaded.vocab_size, loaded.max_model_len)
         size = loaded.model.state_size
         self.states = RecurrentStates(size, self.attention.kv, loaded.device) if size else None
 
@@ -87,8 +87,8 @@ class ModelRunner:
         if self.states is not None:
             step.states = self.states.begin(chunks, step.qo_indptr)
         num_logits = sum(chunk.num_logits for chunk in chunks)
-        ahead = Ahead(step.qo_indptr) if num_logits == step.num_tokens else None
-        hidden = self.loaded.model.forward(step, self.attention.begin(step), ahead)
+        ahead = HeadOutputs(step.qo_indptr) if num_logits == step.num_tokens else None
+        hidden = self.loaded.model.forward(step, self.attention.begin_step(step), ahead)
         if self.states is not None and step.states is not None:
             self.states.end(chunks, step.states)
         finite = None if ahead is None else ahead.finite

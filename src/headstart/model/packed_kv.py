@@ -21,7 +21,7 @@ from headstart.model.kernels.attention import MAX_DIMS, NO_PLAN, PAGE, Attention
 from headstart.model.kernels.library import KernelLibrary, num_kernel_threads
 from headstart.model.kernels.memory import PagePrefaulter, num_staggered_items, reserve_memory
 from headstart.model.kv_writes import KVWrites
-from headstart.model.paged_kv import KVShape
+from headstart.model.paged_kv import TokenKVShape
 
 _NO_IDS, _NO_PAGES, _NO_PAGE_WRITES = np.zeros(0, np.int64), np.zeros((0, 2), np.int64), np.zeros((0, 2), np.int32)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -39,7 +39,7 @@ class PackedKV:
     """KV of `num_blocks` blocks of `block_size` tokens on the host; block 0 is never written and stays zero."""
 
     def __init__(
-        self, kernels: KernelLibrary, shape: KVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype
+        self, kernels: KernelLibrary, shape: TokenKVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> None:
         if shape.head_dim > MAX_DIMS:
             raise ConfigError(f"head size {shape.head_dim} is more than the {MAX_DIMS} the CPU kernels support")
@@ -74,7 +74,7 @@ class PackedKV:
     def write_layer_planned(self, layer: int, keys: Tensor, values: Tensor, writes: PageWrites) -> None:
         """Do the same as `write`, with the result of `plan_writes`, which one step computes once for all layers."""
         keys, values = contiguous_heads(keys), contiguous_heads(values)
-        call = planned(self.call(layer, keys, values), writes)
+        call = call_with_writes(self.write_call(layer, keys, values), writes)
         call.plan = NO_PLAN.data.ctypes.data
         self.kernels.library.headstart_attention(ctypes.byref(call))
 
@@ -110,7 +110,7 @@ class PackedKV:
             np.ascontiguousarray(page, np.int32), np.stack((token, slot), 1).astype(np.int32, order="C"), num_tokens
         )
 
-    def call(self, layer: int, keys: Tensor, values: Tensor) -> AttentionCall:
+    def write_call(self, layer: int, keys: Tensor, values: Tensor) -> AttentionCall:
         """Return a call that writes one layer, for `planned`. It holds addresses of the tensors.
 
         Raises ValueError if keys and values are not [T, Hkv, D] in the dtype of the pool, with adjacent elements.
@@ -189,10 +189,10 @@ class PackedKV:
                 if first.min() < 0 or most >= bound:
                     raise ValueError(f"writes of {first.min()} to {most} lie outside the {bound} there are")
                 if is_slot:
-                    self._ahead.writes(most // self.block_size)
+                    self._ahead.note_writes_up_to(most // self.block_size)
 
 
-def planned(call: AttentionCall, writes: PageWrites) -> AttentionCall:
+def call_with_writes(call: AttentionCall, writes: PageWrites) -> AttentionCall:
     """Return a copy of a call with the writes of a step. Raises ValueError if the step has another number of tokens."""
     if call.num_tokens != writes.num_tokens:
         raise ValueError(f"keys and values of {call.num_tokens} tokens for a step of {writes.num_tokens}")

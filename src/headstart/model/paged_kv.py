@@ -25,7 +25,7 @@ from headstart.model.kv_writes import KVWrites
 WIDE_BYTES = 16  # an indexed write has a cost per element, so it moves elements of this size if the head size allows
 
 
-class KVShape(NamedTuple):
+class TokenKVShape(NamedTuple):
     """The KV of one token: keys and values of `num_layers` x `num_kv_heads` x `head_dim`."""
 
     num_layers: int
@@ -41,7 +41,7 @@ class PagedKV:
     """KV of `num_blocks` blocks of `block_size` tokens; block 0 is never written and stays zero."""
 
     def __init__(
-        self, shape: KVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self, shape: TokenKVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.shape, self.num_blocks, self.block_size, self.dtype = shape, num_blocks, block_size, dtype
         self.device = device
@@ -91,13 +91,13 @@ class PagedKV:
         Safe from any thread, also while a step runs; if the step writes to this block, the copy is inconsistent.
         """
         if self._blocks is None:
-            return self.gather_block(block_id)
+            return self.read_block_in_torch(block_id)
         data = np.empty(self.block_bytes, dtype=np.uint8)
         block = self._blocks[block_id]
         data.view(block.dtype).reshape(block.shape)[...] = block
         return data.data
 
-    def gather_block(self, block_id: int) -> bytes:
+    def read_block_in_torch(self, block_id: int) -> bytes:
         """Do the same as `read_block` with torch, on any device: the reference implementation."""
         block = torch.stack([layer[:, :, block_id] for layer in self.layers]).transpose(2, 3)
         return block.contiguous().cpu().view(torch.uint8).numpy().tobytes()
@@ -108,11 +108,11 @@ class PagedKV:
         if num_bytes != self.block_bytes:
             raise ValueError(f"a block of this model has {self.block_bytes} bytes, got {num_bytes}")
         if self._blocks is None:
-            return self.scatter_block(block_id, data)
+            return self.write_block_in_torch(block_id, data)
         block = self._blocks[block_id]
         block[...] = np.frombuffer(data, dtype=block.dtype).reshape(block.shape)
 
-    def scatter_block(self, block_id: int, data: Data) -> None:
+    def write_block_in_torch(self, block_id: int, data: Data) -> None:
         """Do the same as `write_block` with torch, on any device, for data of the right length: the reference."""
         flat = torch.frombuffer(bytearray(data), dtype=self.dtype)
         heads, head_dim = self.shape.num_kv_heads, self.shape.head_dim

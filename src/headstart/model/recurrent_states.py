@@ -38,7 +38,7 @@ class RecurrentStates:
             for position, pages in chunk.saves:
                 self._write(pages, states[position - chunk.start])
 
-    def of(self, request_id: str, num_tokens: int) -> Tensor:
+    def state_of(self, request_id: str, num_tokens: int) -> Tensor:
         """Return the state of a running request behind its first `num_tokens`, all that are computed."""
         return self._states[request_id][num_tokens]
 
@@ -59,7 +59,7 @@ class RecurrentStates:
         else:
             raise AssertionError(f"{chunk.request_id}: a chunk from {chunk.start} on, but states of {sorted(known)}")
         last = chunk.start + len(chunk.token_ids)
-        drafted = range(chunk.start + chunk.num_known_tokens, last)
+        drafted = range(chunk.start + chunk.num_non_draft_tokens, last)
         places = {
             place: torch.empty_like(state) for place in sorted({*drafted, *(position for position, _ in chunk.saves)})
         }

@@ -28,8 +28,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from headstart.core.errors import ConfigError
 from headstart.model.attention.base import AttentionFunction
-from headstart.model.kernels.stack import Ahead
-from headstart.model.paged_kv import KVShape
+from headstart.model.kernels.stack import HeadOutputs
+from headstart.model.paged_kv import TokenKVShape
 from headstart.model.step_inputs import StepInputs
 from headstart.model.transformers_probe import probe_kv_shape
 from headstart.model.weights.architectures import SUPPORTED, architecture_of
@@ -50,7 +50,7 @@ class TransformersModel:
 
     state_size = 0
 
-    def __init__(self, module: PreTrainedModel, kv_shape: KVShape, max_model_len: int) -> None:
+    def __init__(self, module: PreTrainedModel, kv_shape: TokenKVShape, max_model_len: int) -> None:
         config = module.config.get_text_config()
         self.module, self.kv_shape, self.max_model_len = module, kv_shape, max_model_len
         self.vocab_size: int = config.vocab_size
@@ -58,7 +58,7 @@ class TransformersModel:
         self._body: nn.Module = getattr(module, module.base_model_prefix)
         self._head = _head_only(module)
 
-    def forward(self, step: StepInputs, attend: AttentionFunction, ahead: Ahead | None = None) -> Tensor:
+    def forward(self, step: StepInputs, attend: AttentionFunction, ahead: HeadOutputs | None = None) -> Tensor:
         """See LanguageModel."""
         return self.hidden(step.token_ids, step.positions, attend)
 
@@ -154,7 +154,7 @@ def load_transformers(
         if info.get(what):
             first = shorten_text(str(sorted(info[what])[0]), 200)
             raise ConfigError(f"{folder}: {len(info[what])} {what.replace('_', ' ')}, first {first}")
-    model = TransformersModel(module.to(device).eval().requires_grad_(False), KVShape(1, 1, 1), max_model_len)
+    model = TransformersModel(module.to(device).eval().requires_grad_(False), TokenKVShape(1, 1, 1), max_model_len)
     try:
         model.kv_shape = probe_kv_shape(model, attention_function, max_model_len)
     except ConfigError as error:

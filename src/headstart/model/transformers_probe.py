@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 
 from headstart.core.errors import ConfigError
 from headstart.model.attention.base import AttentionFunction
-from headstart.model.paged_kv import KVShape
+from headstart.model.paged_kv import TokenKVShape
 from headstart.model.weights.json_file import one_line_error
 
 PROBE_TOKENS = 8
@@ -77,7 +77,7 @@ class RecordingAttention:
 
 
 @torch.inference_mode()
-def probe_kv_shape(model: ProbedModel, attention: Callable[..., Any], max_positions: int) -> KVShape:
+def probe_kv_shape(model: ProbedModel, attention: Callable[..., Any], max_positions: int) -> TokenKVShape:
     """Return the KV shape of one token. Raises ConfigError for a model that would give wrong results.
 
     `attention` is the function registered for serving, `max_positions` the number of positions that are served.
@@ -109,7 +109,7 @@ def probe_kv_shape(model: ProbedModel, attention: Callable[..., Any], max_positi
     return shape
 
 
-def find_non_causal(rule: Rule, window: int | None, max_positions: int) -> tuple[int, int] | None:
+def find_non_causal_pair(rule: Rule, window: int | None, max_positions: int) -> tuple[int, int] | None:
     """Return a query and a key position at which `rule` is not causal within `window`, or None.
 
     Both are below `max_positions`. Checks whole rows near powers of two and near one and two windows, where masks
@@ -143,7 +143,7 @@ def _run(complaint: str, call: Callable[[], Tensor]) -> Tensor:
         raise ConfigError(f"{complaint} ({one_line_error(error)})") from error
 
 
-def _layers_handed_over(recorder: RecordingAttention, num_layers: int) -> KVShape:
+def _layers_handed_over(recorder: RecordingAttention, num_layers: int) -> TokenKVShape:
     if recorder.num_calls != num_layers or set(recorder.windows) != set(range(num_layers)):
         raise ConfigError(
             f"our attention was called {recorder.num_calls} times by {len(recorder.windows)} layers; expected one call "
@@ -152,7 +152,7 @@ def _layers_handed_over(recorder: RecordingAttention, num_layers: int) -> KVShap
     if len(recorder.shapes) != 1:
         raise ConfigError(f"its layers differ in key heads and head size: {sorted(recorder.shapes)}")
     ((num_kv_heads, head_dim),) = recorder.shapes
-    return KVShape(num_layers, num_kv_heads, head_dim)
+    return TokenKVShape(num_layers, num_kv_heads, head_dim)
 
 
 def _check_masks(
@@ -182,7 +182,7 @@ def _check_masks(
             raise ConfigError(f"layer {layer} is given no causal mask, or one that does not depend on positions alone")
         window = recorder.windows[layer]
         if (id(rule), window) not in found:
-            found[id(rule), window] = find_non_causal(rule, window, max_positions)
+            found[id(rule), window] = find_non_causal_pair(rule, window, max_positions)
         at = found[id(rule), window]
         if at is not None:
             kind = "a causal mask" if window is None else f"a window of {window} tokens"

@@ -42,7 +42,7 @@ class OllamaAnswerBuilder:
 
     def closing_events(self, usage: Json, durations: RequestDurations) -> list[Json]:
         """Return the last lines of a stream; `usage` as of a chat."""
-        last = self.parts.open_part()
+        last = self.parts.current_part()
         calls = [] if last is None or last.kind is not ChatPartKind.TOOL_CALL else [self._line(calls=[_call(last)])]
         return [*calls, self._done(self._line(), usage, durations)]
 

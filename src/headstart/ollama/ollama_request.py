@@ -12,7 +12,12 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from headstart.openai.bounds import RequestBounds
-from headstart.openai.chat.chat_translation import ChatTranslation, Renames, passthrough_params, template_variables
+from headstart.openai.chat.chat_translation import (
+    Renames,
+    TranslatedChatRequest,
+    shared_chat_params,
+    template_variables,
+)
 from headstart.openai.chat.sent_message import MAX_TOOL_CALLS
 from headstart.openai.generation_fields import Model
 from headstart.openai.request_model import RequestModel, SentMessages, SentObjects, Text, custom_validator, validate_as
@@ -69,7 +74,7 @@ class OllamaGenerate(OllamaFields):
     raw: bool = Field(False, description="The prompt is used as it is, without the chat template")
 
 
-def translate_chat_body(values: Mapping[str, Any], bounds: RequestBounds) -> ChatTranslation:
+def translate_chat_body(values: Mapping[str, Any], bounds: RequestBounds) -> TranslatedChatRequest:
     """Return a body of /api/chat as a chat. Raises InvalidRequestError."""
     fields = validate_as(OllamaChat, values, bounds)
     messages = _messages(fields.messages)
@@ -77,10 +82,10 @@ def translate_chat_body(values: Mapping[str, Any], bounds: RequestBounds) -> Cha
     if fields.tools:
         chat["tools"] = fields.tools
     names = [f"messages[{index}]" for index in range(len(messages))]
-    return ChatTranslation(chat, "messages", names, _RENAMES)
+    return TranslatedChatRequest(chat, "messages", names, _RENAMES)
 
 
-def translate_generate_body(values: Mapping[str, Any], bounds: RequestBounds) -> ChatTranslation:
+def translate_generate_body(values: Mapping[str, Any], bounds: RequestBounds) -> TranslatedChatRequest:
     """Return a body of /api/generate as a chat, or, if it is raw, as a completion. Raises InvalidRequestError."""
     for name in ("context", "suffix", "template", *(("images",) if is_raw_completion(values) else ())):
         if values.get(name):
@@ -92,14 +97,14 @@ def translate_generate_body(values: Mapping[str, Any], bounds: RequestBounds) ->
             raise_invalid_value("system", "is set beside raw", "write it into the prompt")
         shared.pop("chat_template_kwargs", None)
         completion = {"max_completion_tokens": bounds.max_model_len, **shared, "prompt": fields.prompt}
-        return ChatTranslation(completion, "prompt", (), _RENAMES)
+        return TranslatedChatRequest(completion, "prompt", (), _RENAMES)
     asked = {"content": fields.prompt, "images": values.get("images")}
     messages: list[Json] = [{"role": "user", "content": _content("prompt", asked)}]
     names = ["prompt"]
     if fields.system:
         messages.insert(0, {"role": "system", "content": fields.system})
         names.insert(0, "system")
-    return ChatTranslation({**shared, "messages": messages}, "prompt", names, _RENAMES)
+    return TranslatedChatRequest({**shared, "messages": messages}, "prompt", names, _RENAMES)
 
 
 def is_raw_completion(values: Mapping[str, Any]) -> bool:
@@ -111,7 +116,7 @@ def _shared(fields: OllamaFields, values: Mapping[str, Any], bounds: RequestBoun
     chosen = fields.think if isinstance(fields.think, str) else None
     thinks = True if chosen is not None else fields.think
     found: dict[str, Any] = {
-        **passthrough_params(values, {**OllamaChat.model_fields, **OllamaGenerate.model_fields}),
+        **shared_chat_params(values, {**OllamaChat.model_fields, **OllamaGenerate.model_fields}),
         **template_variables(values, enable_thinking=thinks, reasoning_effort=chosen),
         **_options(fields.options, bounds),
         "model": fields.model,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from headstart.bundled.packaged_models import find_packaged_model
+from headstart.bundled.packaged_models import packaged_model_of_file
 from headstart.config.options import ServerOptions
 from headstart.core.engine import EngineInfo
 from headstart.core.request import NO_DEFAULTS, SamplingDefaults
@@ -25,9 +25,9 @@ FULL_CHOICES = 16  # choices of a prompt that fills the context
 MAX_JSON_VALUES = 128 * 1024  # strings, lists and objects of a body: each is a Python object of 50 to 100 bytes
 
 
-def closes_json_objects(info: EngineInfo) -> bool:
+def closes_objects_by_default(info: EngineInfo) -> bool:
     """Return whether a model's answers have only properties that a schema lists, unless an option says otherwise."""
-    packaged = find_packaged_model(Path(info.model))
+    packaged = packaged_model_of_file(Path(info.model))
     return packaged is not None and packaged.closes_objects
 
 
@@ -60,7 +60,7 @@ class RequestBounds:
     min_boundary: int = 0  # tokens of a prompt's beginning of which the engine is told the end; 0: of none
     skipped: SkippedNames | None = None  # collects what one request loses; None: not collected
 
-    def skip(self, place: NameKind, name: object) -> None:
+    def note_skipped(self, place: NameKind, name: object) -> None:
         """Note what is left out of the prompt of the request that is read."""
         if self.skipped is not None:
             self.skipped.add(place, name)
@@ -71,7 +71,7 @@ class RequestBounds:
         return max(self.max_prompts, FULL_CHOICES) * self.max_model_len + MAX_JSON_VALUES
 
     @classmethod
-    def of(
+    def for_engine(
         cls, info: EngineInfo, options: ServerOptions, content_forms: Callable[[], ContentForms] = _one_text
     ) -> "RequestBounds":
         """Return the limits of one server with its engine. `content_forms`: of its tokenizer.
@@ -91,7 +91,7 @@ class RequestBounds:
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
             prompt_rules=frozenset(options.prompt_rule),
-            closes_objects=closes_json_objects(info)
+            closes_objects=closes_objects_by_default(info)
             if options.extra_properties == "auto"
             else options.extra_properties == "no",
             content_forms=content_forms,

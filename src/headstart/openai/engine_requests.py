@@ -13,10 +13,10 @@ from headstart.core.errors import InvalidRequestError, QueueFullError, RequestTo
 from headstart.core.request import Request
 from headstart.openai.bounds import INT64_MAX, RequestBounds
 from headstart.openai.canonical.prompt_rules import applied_rules
-from headstart.openai.chat.placed_messages import place_messages
+from headstart.openai.chat.placed_messages import fit_messages_to_template
 from headstart.openai.chat.template_forms import REASONING_KEYS, SYSTEM_ROLES
 from headstart.openai.forms.treatments import NameKind
-from headstart.openai.generation_params import GenerationParams, fit_sampling_params, lower_max_tokens
+from headstart.openai.generation_params import GenerationParams, lower_max_tokens, sampling_params_for_prompt
 from headstart.openai.request_bodies import ChatBody, CompletionBody, Message, Prompt
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.call_grammar import keywords_dropped_by_tool
@@ -28,7 +28,7 @@ from headstart.openai.tools.chat_format import (
     is_reasoning_open_at_end,
     make_chat_output_format,
 )
-from headstart.openai.tools.default_prompt import messages_with_tools, messages_without_calls
+from headstart.openai.tools.default_prompt import convert_calls_to_text, messages_with_tools
 from headstart.openai.tools.tool_fields import ToolParams
 from headstart.openai.tools.tool_grammar import answer_grammar
 
@@ -55,7 +55,7 @@ class RequestOrigin:
 def tokenizer_for_request(tokenizer: Tokenizer, origin: RequestOrigin, params: GenerationParams) -> Tokenizer:
     """Return the tokenizer for one client request, with the cached segments of its own isolation domain."""
     own = tokenizer.for_domain(origin.tenant, salted_domain(origin.domain, params.cache_salt), params.cache)
-    return own if origin.tokens is None else own.with_known_tokens(origin.tokens)
+    return own if origin.tokens is None else own.with_precomputed_tokens(origin.tokens)
 
 
 def encode_completion(body: CompletionBody, tokenizer: Tokenizer, bounds: RequestBounds) -> "list[array[int]]":
@@ -147,7 +147,7 @@ def chat_for_template(
     definitions = None if tools is None else tools.definitions
     if not form.shows_tools:
         if form.family is not None and form.is_chosen:
-            messages = messages_without_calls(messages, form.family)
+            messages = convert_calls_to_text(messages, form.family)
             messages = messages if tools is None else messages_with_tools(messages, tools, form.family)
         elif tools is not None and tools.choice.mode != "none":
             raise InvalidRequestError(
@@ -158,7 +158,9 @@ def chat_for_template(
             )
         definitions = None
     forms = tokenizer.content_forms()
-    placed = place_messages(messages, forms, tool_family_of(form), shows_results=renders_tool_role(form.template))
+    placed = fit_messages_to_template(
+        messages, forms, tool_family_of(form), shows_results=renders_tool_role(form.template)
+    )
     return TemplateChat(
         placed.messages, definitions if forms.shows_probe("no tools") else definitions or [], placed.counts
     )
@@ -192,7 +194,7 @@ def note_dropped_reasoning(messages: Sequence[Message], prompt: str, bounds: Req
     for message in messages if bounds.skipped is not None else ():
         content, reasoning = message["content"], message.get(REASONING_KEYS[0], "").strip()
         if (found := prompt.find(reasoning, at)) < 0:
-            bounds.skip(NameKind.ITEM, "reasoning")
+            bounds.note_skipped(NameKind.ITEM, "reasoning")
         else:
             at = found + len(reasoning)
         if isinstance(content, str) and (found := prompt.find(content.strip(), at)) >= 0:
@@ -229,11 +231,11 @@ def build_chat_requests(
         params = replace(params, applied_rules=applied_rules(prompt.placed + Counter(dict(params.applied_rules))))
     if shortens:
         params = lower_max_tokens(params, len(prompt.token_ids), bounds)
-    params = with_chat_output(params, prompt.token_ids, tokenizer, bounds)
+    params = with_output_formats(params, prompt.token_ids, tokenizer, bounds)
     return params, build_requests([prompt.token_ids], params, bounds, origin, [prompt.boundary])
 
 
-def with_chat_output(
+def with_output_formats(
     params: GenerationParams, prompt: "array[int]", tokenizer: Tokenizer, bounds: RequestBounds
 ) -> GenerationParams:
     """Return the parameters of a chat with the formats of its output, and the grammar of the whole answer.
@@ -329,7 +331,7 @@ def build_requests(
     domain = salted_domain(origin.domain, params.cache_salt)
     for index, prompt in enumerate(prompts):
         try:
-            sampling = fit_sampling_params(params, len(prompt), bounds)
+            sampling = sampling_params_for_prompt(params, len(prompt), bounds)
         except RequestTooLargeError as error:
             if len(prompts) == 1:
                 raise

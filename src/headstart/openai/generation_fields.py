@@ -14,11 +14,11 @@ from headstart.openai.request_model import RequestModel, UpperLimit, custom_vali
 from headstart.openai.structured.structured_fields import StructuredFields
 from headstart.openai.tools.tool_fields import Choice, Effort, Tools
 from headstart.openai.value_checks import (
+    check_encodable_text,
     check_int,
     check_list,
     check_mapping,
     check_number,
-    check_text,
     check_token_ids,
     raise_invalid_value,
     safe_repr,
@@ -42,7 +42,7 @@ def check_stop_strings(name: str, value: object) -> tuple[str, ...]:
             raise_invalid_value(
                 name, f"has an entry of {len(text)} characters", f"use 1 to {MAX_STOP_CHARS} characters"
             )
-        check_text(name, text)
+        check_encodable_text(name, text)
     return tuple(dict.fromkeys(stops))
 
 
@@ -73,7 +73,7 @@ def _template_options(value: object, _: RequestBounds) -> tuple[tuple[str, str |
         if key in TEMPLATE_VARIABLES:
             raise_invalid_value(name, f"contains {key}", "that one cannot be set here")
         if isinstance(option, str) and len(option) <= MAX_LABEL_CHARS:
-            check_text(name, option)
+            check_encodable_text(name, option)
         elif not isinstance(option, bool) and not (isinstance(option, int) and abs(option) <= INT64_MAX):
             raise_invalid_value(
                 name, f"has {safe_repr(option)} for {key}", "values must be true, false, integers or short strings"

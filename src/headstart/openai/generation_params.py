@@ -22,7 +22,7 @@ from headstart.openai.request_model import validate_as
 from headstart.openai.structured.dropped_keywords import Dropped
 from headstart.openai.structured.structured_fields import grammar_of_fields
 from headstart.openai.tools.chat_format import ChatOutputFormat
-from headstart.openai.tools.tool_fields import ToolParams, read_tool_params
+from headstart.openai.tools.tool_fields import ToolParams, make_tool_params
 from headstart.openai.value_checks import raise_invalid_value, raise_unsupported
 
 GREEDY_BELOW = 1e-5  # a smaller temperature would only overflow, with the same token as the result
@@ -131,7 +131,7 @@ def params_from_fields(fields: GenerationFields, values: Mapping[str, Any], boun
         comparison_id=wishes.comparison_id,
         grammar_field=None if grammar is None or wishes.prewarm else grammar.name,
         dropped=() if grammar is None or wishes.prewarm else grammar.dropped,
-        tools=read_tool_params(fields.tools, fields.tool_choice, fields.parallel_tool_calls) if is_chat else None,
+        tools=make_tool_params(fields.tools, fields.tool_choice, fields.parallel_tool_calls) if is_chat else None,
         reasoning_effort=fields.reasoning_effort if is_chat else None,
         ignored=tuple(sorted(name for name in values if name not in known and name not in UNSUPPORTED)),
     )
@@ -145,7 +145,9 @@ def lower_max_tokens(params: GenerationParams, num_prompt_tokens: int, bounds: R
     return replace(params, max_tokens=room)
 
 
-def fit_sampling_params(params: GenerationParams, num_prompt_tokens: int, bounds: RequestBounds) -> SamplingParams:
+def sampling_params_for_prompt(
+    params: GenerationParams, num_prompt_tokens: int, bounds: RequestBounds
+) -> SamplingParams:
     """Return the sampling parameters for a prompt of that length, with max_tokens set.
 
     Raises RequestTooLargeError (context_length_exceeded) if prompt + output exceed the model's context.

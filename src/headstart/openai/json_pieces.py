@@ -75,12 +75,12 @@ def encode_json(value: Any) -> bytes:
     return _encoder.encode(value)
 
 
-def encode_json_in_pieces(value: Any) -> Iterator[bytes]:
+def iter_json_pieces(value: Any) -> Iterator[bytes]:
     """Yield the bytes of `encode(value)` in pieces of about PIECE_BYTES, each built on demand."""
-    return join_pieces(json_fragments(value))
+    return regroup_pieces(json_fragments(value))
 
 
-def join_pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
+def regroup_pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the same bytes in pieces of about PIECE_BYTES."""
     gathered = bytearray()
     for text in parts:

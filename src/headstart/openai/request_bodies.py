@@ -21,8 +21,8 @@ from headstart.openai.generation_params import GenerationParams, params_from_fie
 from headstart.openai.request_model import RequestModel, Text, custom_validator, validate_as
 from headstart.openai.tools.tool_fields import Tools
 from headstart.openai.value_checks import (
+    check_encodable_text,
     check_int,
-    check_text,
     check_token_ids,
     missing_parameter_error,
     raise_invalid_value,
@@ -168,7 +168,7 @@ def parse_prompts(value: object, bounds: RequestBounds) -> tuple[Prompt, ...]:
     if value is None:
         raise missing_parameter_error("prompt")
     if isinstance(value, str):
-        return (check_text("prompt", value),)
+        return (check_encodable_text("prompt", value),)
     if not isinstance(value, list | tuple | array):
         raise_invalid_value(
             "prompt", f"is {safe_repr(value)}", "it must be a string, a list of strings or lists of token ids"
@@ -238,7 +238,7 @@ def _is_int(value: object) -> bool:
 
 def _one_prompt(prompt: object, bounds: RequestBounds) -> Prompt:
     if isinstance(prompt, str):
-        return check_text("prompt", prompt)
+        return check_encodable_text("prompt", prompt)
     if isinstance(prompt, list | tuple | array):
         return _token_ids(prompt, bounds)
     raise_invalid_value(

@@ -83,7 +83,7 @@ def cached_tokens_by_source(breakdown: PromptTokenBreakdown) -> dict[str, int]:
 # -------------------------------------------------------------------------------------------------------------- others
 
 
-def json_list(
+def shape_json_list(
     entries: Sequence[Any], shape: Callable[[Any], Any], echo: EchoedPrompt | None = None, key: str = ""
 ) -> list[Any] | LazyJsonList:
     """Return the JSON list of `shape(entry)`; a long list is a Sliced, built while it is sent."""
@@ -155,8 +155,8 @@ def tokenize_response(token_ids: Sequence[int], tokenizer: Tokenizer, max_model_
     return {
         "count": len(token_ids),
         "max_model_len": max_model_len,
-        "tokens": json_list(token_ids, int),
-        "token_strs": json_list(token_ids, tokenizer.token_text) if with_texts else None,
+        "tokens": shape_json_list(token_ids, int),
+        "token_strs": shape_json_list(token_ids, tokenizer.token_text) if with_texts else None,
     }
 
 

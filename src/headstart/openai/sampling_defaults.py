@@ -6,10 +6,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from headstart.bundled.packaged_models import find_packaged_model
+from headstart.bundled.packaged_models import packaged_model_of_file
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import NO_DEFAULTS, SamplingDefaults
-from headstart.gguf.gguf_reader import is_gguf, read_gguf
+from headstart.gguf.gguf_reader import has_gguf_suffix, read_gguf
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.generation_fields import GenerationConfigFields
 from headstart.openai.request_model import validate_as
@@ -37,7 +37,7 @@ def read_sampling_defaults(folder: Path, source: str = AUTO) -> SamplingDefaults
     """
     if source in NONE:
         return NO_DEFAULTS
-    if source == AUTO and is_gguf(folder):
+    if source == AUTO and has_gguf_suffix(folder):
         return _of_gguf(folder)
     path = folder / FILE if source == AUTO else _named(source)
     if source == AUTO and not path.is_file():
@@ -56,7 +56,7 @@ def _of_gguf(path: Path) -> SamplingDefaults:
     """
     metadata = read_gguf(path).metadata
     in_file = {name: metadata[key] for name, key in _GGUF_KEYS.items() if key in metadata}
-    packaged = find_packaged_model(path)
+    packaged = packaged_model_of_file(path)
     names = {**({} if packaged is None else packaged.sampling), **in_file}
     try:
         return _defaults(

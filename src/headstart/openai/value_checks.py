@@ -50,7 +50,7 @@ def raise_unsupported(name: str, why: str) -> NoReturn:
     raise InvalidRequestError(f"{name} is not supported: {why}", param=name, code="unsupported_parameter")
 
 
-def check_text(name: str, text: str) -> str:
+def check_encodable_text(name: str, text: str) -> str:
     """Return `text` if it is encodable as UTF-8 (no lone surrogates), else raise InvalidRequestError."""
     try:
         text.encode()
@@ -65,7 +65,7 @@ def check_string(name: str, value: object) -> str:
         raise missing_parameter_error(name)
     if not isinstance(value, str):
         raise_invalid_value(name, f"is {safe_repr(value)}", "it must be a string")
-    return check_text(name, value)
+    return check_encodable_text(name, value)
 
 
 def check_int(name: str, value: object, low: int, high: int) -> int:
@@ -77,7 +77,7 @@ def check_int(name: str, value: object, low: int, high: int) -> int:
     return value
 
 
-def check_count(name: str, text: str, high: int) -> int:
+def parse_query_count(name: str, text: str, high: int) -> int:
     """Return a query parameter, an integer in [1, high]. Raises InvalidRequestError."""
     if not text.isdecimal() or not text.isascii() or not 1 <= int(text[: len(str(high)) + 1]) <= high:
         raise_invalid_value(name, f"is {safe_repr(text)}", f"it must be between 1 and {high}")

@@ -24,7 +24,7 @@ class TreeBlock(NamedTuple):
     tenant: str
 
     @property
-    def state(self) -> str:
+    def usage_state(self) -> str:
         """One of STATES."""
         return "in_use" if self.num_users else "reused" if self.is_reused else "cached"
 

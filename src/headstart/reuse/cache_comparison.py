@@ -150,7 +150,7 @@ class CacheComparison:
         """Return the tokens of full blocks that both prompts begin with, less the last token of the prompt."""
         return min(self.num_common // block_size * block_size, self.num_tokens - 1)
 
-    def num_lost(self, block_size: int) -> int:
+    def num_lost_to_change(self, block_size: int) -> int:
         """Return the tokens that the earlier prompt would have spared if nothing had changed."""
         whole = min(self.num_compared // block_size * block_size, self.num_tokens - 1)
         return max(whole - self.num_reusable(block_size), 0)
@@ -241,7 +241,7 @@ class CacheDiagnosis:
             return found.change.value
         return EVICTED if self.num_evicted else NOT_CACHED
 
-    def own(self) -> Json:
+    def cache_diagnostics_json(self) -> Json:
         """Return the value of `cache_diagnostics`."""
         found, size = self.comparison, self.block_size
         return {
@@ -283,5 +283,5 @@ def anthropic_diagnostics(comparison: CacheComparison, block_size: int) -> Json 
     reason = API_REASONS.get(comparison.change, (None, None))[1]
     if reason is None:
         return {"cache_miss_reason": {"type": "unavailable"}}
-    lost = comparison.num_lost(block_size)
+    lost = comparison.num_lost_to_change(block_size)
     return {"cache_miss_reason": {"type": reason, "cache_missed_input_tokens": lost}}

@@ -87,7 +87,7 @@ KINDS = {
 }
 
 
-def assume_no_rule(line: str) -> str:
+def no_rule_for_line(line: str) -> str:
     """Return that no rule mends a line: a RuleOf."""
     return ""
 

@@ -17,8 +17,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from headstart.common_prefix import common_prefix_length
-from headstart.reuse.causes import CAUSES, RuleOf, assume_no_rule, remedy_for_cause
-from headstart.reuse.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt, TokenIdPrompt
+from headstart.reuse.causes import CAUSES, RuleOf, no_rule_for_line, remedy_for_cause
+from headstart.reuse.logged_prompt import CHARS_PER_TOKEN, IdTracePrompt, LoggedPrompt
 from headstart.reuse.miss_ratios import MissRatio, miss_ratios
 from headstart.reuse.near_prompts import SimilarPromptIndex
 from headstart.reuse.prompt_changes import (
@@ -26,7 +26,7 @@ from headstart.reuse.prompt_changes import (
     FieldChange,
     PromptComparison,
     avoidable_text,
-    changes_between_prompts,
+    compare_logged_prompts,
 )
 
 CANDIDATES = 3  # earlier prompts that a prompt is compared with
@@ -114,7 +114,7 @@ def lint_report(
     prompts: Sequence[LoggedPrompt],
     num_skipped: int = 0,
     notes: Sequence[str] = (),
-    rule_of: RuleOf = assume_no_rule,
+    rule_of: RuleOf = no_rule_for_line,
     on_request: Callable[[], object] = lambda: None,
 ) -> LogReport:
     """Return the report of the prompts of one log, in order of arrival."""
@@ -150,8 +150,8 @@ def most_similar_earlier_prompt(
     prompt: LoggedPrompt, prompts: Sequence[LoggedPrompt], candidates: Sequence[int]
 ) -> tuple[int, PromptComparison] | None:
     """Return the earlier prompt with most equal text, and the comparison with it."""
-    found = [(index, changes_between_prompts(prompt, prompts[index])) for index in candidates]
-    return max(found, key=lambda pair: pair[1].num_same, default=None)
+    found = [(index, compare_logged_prompts(prompt, prompts[index])) for index in candidates]
+    return max(found, key=lambda pair: pair[1].num_same_chars, default=None)
 
 
 def _charge(
@@ -250,7 +250,7 @@ class CostlyDifference(NamedTuple):
 
 
 def find_costly_differences(
-    prompt: LoggedPrompt, earlier: Sequence[LoggedPrompt], rule_of: RuleOf = assume_no_rule
+    prompt: LoggedPrompt, earlier: Sequence[LoggedPrompt], rule_of: RuleOf = no_rule_for_line
 ) -> list[CostlyDifference]:
     """Return the differences to the earlier prompt of the same group that has most text in common, the first first.
 
@@ -297,7 +297,7 @@ class IdTraceReport:
     notes: tuple[str, ...] = ()
 
     @property
-    def unshared_tokens(self) -> int:
+    def unshared_earlier_tokens(self) -> int:
         """Tokens of earlier requests that the next one of the session did not share."""
         return sum(leave.tokens - leave.at for leave in self.leaves)
 
@@ -315,7 +315,7 @@ class IdTraceReport:
             "computed_tokens": self.prompt_tokens - self.reused_tokens,
             "continued_requests": self.num_continued,
             "left_requests": len(self.leaves),
-            "left_tokens": self.unshared_tokens,
+            "left_tokens": self.unshared_earlier_tokens,
             "avoidable_tokens": None,
             "causes": None,
             "miss_ratios": [point._asdict() for point in self.curve],
@@ -323,14 +323,14 @@ class IdTraceReport:
 
 
 def id_trace_report(
-    prompts: Sequence[TokenIdPrompt],
+    prompts: Sequence[IdTracePrompt],
     num_skipped: int = 0,
     notes: Sequence[str] = (),
     on_request: Callable[[], object] = lambda: None,
 ) -> IdTraceReport:
     """Return the report of a log; blocks are those of the ids, 16 tokens if an id is one token."""
     known: dict[int, str] = {}  # block -> the session that had it last
-    last: dict[str, tuple[TokenIdPrompt, Sequence[int]]] = {}
+    last: dict[str, tuple[IdTracePrompt, Sequence[int]]] = {}
     chains: list[Sequence[int]] = []
     leaves: list[PrefixDivergence] = []
     num_reused = num_own = num_continued = 0
@@ -381,7 +381,7 @@ def id_trace_report_text(report: IdTraceReport) -> str:
     if report.num_sessions:
         lines.append(
             f"{report.num_continued:,} requests continue the one before in their session; {len(report.leaves):,} leave "
-            f"it early, with {report.unshared_tokens:,} tokens of it that are not shared"
+            f"it early, with {report.unshared_earlier_tokens:,} tokens of it that are not shared"
         )
         largest = sorted(report.leaves, key=lambda leave: leave.at - leave.tokens)[:3]
         lines += [
@@ -391,7 +391,7 @@ def id_trace_report_text(report: IdTraceReport) -> str:
     return "\n".join([*lines, UNKNOWN, "", *_curve_lines(report.curve)])
 
 
-def _id_chain(prompt: TokenIdPrompt) -> tuple[Sequence[int], int]:
+def _id_chain(prompt: IdTracePrompt) -> tuple[Sequence[int], int]:
     """Return one id per full block, equal if all before it is equal too, and the tokens of a block."""
     if prompt.id_tokens > 1:
         return prompt.ids[: prompt.length // prompt.id_tokens], prompt.id_tokens

@@ -84,7 +84,7 @@ class LoggedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenIdPrompt:
+class IdTracePrompt:
     """A request of line `line` as ids of `id_tokens` tokens each (the last may stand for fewer); `length`: tokens."""
 
     line: int
@@ -100,11 +100,11 @@ class ParsedLog:
     """The prompts of a log with texts, those with ids only, the number of other lines, and notes with their counts."""
 
     prompts: list[LoggedPrompt] = field(default_factory=list[LoggedPrompt])
-    id_prompts: list[TokenIdPrompt] = field(default_factory=list[TokenIdPrompt])
+    id_prompts: list[IdTracePrompt] = field(default_factory=list[IdTracePrompt])
     num_skipped: int = 0
     notes: Counter[str] = field(default_factory=Counter[str])
 
-    def told(self) -> list[str]:
+    def notes_as_sentences(self) -> list[str]:
         """Return the notes as sentences, with those that mixed forms need."""
         counted = [f"{count:,} {'request' if count == 1 else 'requests'}: {note}" for note, count in self.notes.items()]
         if self.prompts and self.id_prompts:
@@ -145,7 +145,7 @@ def _add(found: ParsedLog, number: int, entry: LogEntry) -> bool:
     ids = list_or_empty(body.get("prompt"))
     if not ids or not all(isinstance(token, int) and 0 <= token < 1 << 31 for token in ids):
         return False
-    found.id_prompts.append(TokenIdPrompt(number, array("i", ids), len(ids), group=_salt(body)))
+    found.id_prompts.append(IdTracePrompt(number, array("i", ids), len(ids), group=_salt(body)))
     return True
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from headstart.reuse.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt, logged_prompt_of_entry
-from headstart.reuse.prompt_changes import NOTHING, AvoidableText, avoidable_text, changes_between_prompts
+from headstart.reuse.prompt_changes import NOTHING, AvoidableText, avoidable_text, compare_logged_prompts
 
 MIN_PIECE = 24  # characters of a piece that identifies a text
 MAX_PER_PIECE = 4  # latest prompts remembered of a piece
@@ -35,18 +35,18 @@ class SimilarPromptIndex:
     def find_nearest(self, prompt: LoggedPrompt, count: int) -> list[int]:
         """Return the indices of at most `count` earlier prompts, the nearest first, the latest of equals."""
         scores: Counter[int] = Counter()
-        for piece, num_chars in prompt_pieces(prompt):
+        for piece, num_chars in prompt_piece_hashes(prompt):
             for index in self._found.get(piece, ()):
                 scores[index] += num_chars
         return sorted(scores, key=lambda index: (-scores[index], -index))[:count]
 
     def add(self, index: int, prompt: LoggedPrompt) -> None:
         """Add a prompt; indices grow."""
-        for piece, _ in prompt_pieces(prompt):
+        for piece, _ in prompt_piece_hashes(prompt):
             self._found[piece].append(index)
 
 
-def prompt_pieces(prompt: LoggedPrompt) -> Iterator[tuple[int, int]]:
+def prompt_piece_hashes(prompt: LoggedPrompt) -> Iterator[tuple[int, int]]:
     """Yield the hash and the length of each distinct piece of a prompt."""
     seen: set[int] = set()
     texts = [*prompt.tools, *(text for message in prompt.messages for text in (message.content, message.reasoning))]
@@ -85,10 +85,10 @@ class WindowEntry:
         return logged_prompt_of_entry(0, self._sent) or LoggedPrompt(0, (), ())
 
     @property
-    def pieces(self) -> "array[int]":
+    def piece_hashes(self) -> "array[int]":
         """The hashes of its distinct pieces."""
         if self._pieces is None:
-            self._pieces = array("q", [piece for piece, _ in prompt_pieces(self.to_logged_prompt)])
+            self._pieces = array("q", [piece for piece, _ in prompt_piece_hashes(self.to_logged_prompt)])
         return self._pieces
 
     def drop(self) -> None:
@@ -142,12 +142,12 @@ def measure_avoidable_text(
     if not earlier or entry.num_tokens * CHARS_PER_TOKEN > MAX_CHARS:
         return 0, NOTHING
     prompt = entry.to_logged_prompt
-    own = dict(prompt_pieces(prompt))
-    scores = [(sum(own.get(piece, 0) for piece in other.pieces), at) for at, other in enumerate(earlier)]
+    own = dict(prompt_piece_hashes(prompt))
+    scores = [(sum(own.get(piece, 0) for piece in other.piece_hashes), at) for at, other in enumerate(earlier)]
     nearest = [earlier[at] for score, at in sorted(scores, reverse=True)[:CANDIDATES] if score]
     if not nearest:
         return 0, NOTHING
     num_chars = len(prompt.text)
-    found = [changes_between_prompts(prompt, other.to_logged_prompt) for other in nearest]
-    best = max(found, key=lambda comparison: comparison.num_same)
+    found = [compare_logged_prompts(prompt, other.to_logged_prompt) for other in nearest]
+    best = max(found, key=lambda comparison: comparison.num_same_chars)
     return num_chars, avoidable_text(best, num_cached * num_chars // max(entry.num_tokens, 1))

@@ -39,7 +39,7 @@ class PromptComparison(NamedTuple):
     changes: list[FieldChange]
 
     @property
-    def num_same(self) -> int:
+    def num_same_chars(self) -> int:
         """The equal characters in all."""
         return self.num_before + sum(change.num_same for change in self.changes)
 
@@ -64,7 +64,7 @@ class _Walk:
         )
 
 
-def changes_between_prompts(this: LoggedPrompt, that: LoggedPrompt) -> PromptComparison:
+def compare_logged_prompts(this: LoggedPrompt, that: LoggedPrompt) -> PromptComparison:
     """Return the changes from an earlier prompt `that` to `this`."""
     walk = _Walk()
     if _compare_tools(walk, this, that):
@@ -140,7 +140,7 @@ def _compare_text(walk: _Walk, path: str, own: LoggedMessage, other: LoggedMessa
         return True
     found = text_changes(own.content, other.content)
     longest = max(len(own.content), len(other.content), 1)
-    is_version = found.num_same / longest >= MIN_ALIKE
+    is_version = found.num_same_chars / longest >= MIN_ALIKE
     if own.role == "assistant" and any(change.kind not in FORMS for change in found.changes):
         return False  # another answer
     if own.role == "system":
@@ -182,7 +182,7 @@ NOTHING = AvoidableText(0, {})
 
 def avoidable_text(comparison: PromptComparison, reused: int) -> AvoidableText:
     """Return the avoidable text of a prompt of which `reused` characters were reused, compared with an earlier one."""
-    avoidable = comparison.num_same - max(reused, comparison.num_before)
+    avoidable = comparison.num_same_chars - max(reused, comparison.num_before)
     if avoidable < MIN_CHARS:
         return NOTHING
     behind = 0

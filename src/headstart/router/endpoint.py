@@ -47,7 +47,7 @@ class Endpoint:
         self.models = models
         self.tokenizer = ""  # digest of one whose token ids the replica takes beside a text; "": none
         self.health = ReplicaHealth()
-        self.load = ReplicaLoad(prior, self.room)
+        self.load = ReplicaLoad(prior, self.free_and_total_tokens)
         self._reported: ReplicaReport | None = None
         self.granule = 0  # greatest common divisor of the cached tokens it reported: converges to its real block size
         self.miscounted: set[str] = set()  # forms of prompts whose last report differed in the number of tokens
@@ -62,7 +62,7 @@ class Endpoint:
         self._reported = reported
         self.load.record_report(reported.waiting, reported.running, reported.at)
 
-    def reconfigure(self, block_size: int, index: PrefixIndex) -> None:
+    def reset_for_block_size(self, block_size: int, index: PrefixIndex) -> None:
         """Reset the state after a restart with another block size: the index and its corrections are void."""
         self.block_size, self.index, self.granule = block_size, index, 0
         self.miscounted.clear()
@@ -90,15 +90,15 @@ class Endpoint:
         """Return how many times slower than its fleet it is at present: learned, or its oldest request is late."""
         return cost_at_one(self, 1, 0, now).factor
 
-    def room(self) -> tuple[float, float]:
+    def free_and_total_tokens(self) -> tuple[float, float]:
         """Return the tokens of its cache that no prompt in flight claims (inf: not known), and those of all of it."""
         index = self.index
-        return index.num_unclaimed_blocks * self.block_size, index.num_blocks * self.block_size
+        return index.num_unclaimed_blocks * self.block_size, index.num_cache_blocks * self.block_size
 
     def eviction_cost_ms(self, prompt_tokens: int, cached_tokens: int) -> float:
         """Return the prefill of tokens evicted for a prompt that are likely to be requested again."""
         tokens = max(prompt_tokens - cached_tokens, 1)
-        lost = self.index.eviction_loss(-(-tokens // self.block_size)) * self.block_size
+        lost = self.index.expected_lost_blocks(-(-tokens // self.block_size)) * self.block_size
         rates = self.load.rates
         return lost * (rates.token + rates.pair * prompt_tokens / 2)
 

@@ -63,7 +63,7 @@ class RequestFlight:
         self.block_hashes = []
 
     @property
-    def expected_ms(self) -> float:
+    def expected_ttft_ms(self) -> float:
         """Time to its first token, as expected when it was sent."""
         return self.backlog_ms + self.prefill_ms
 

@@ -34,7 +34,8 @@ NOTHING = RateSample(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 class ReplicaLoad:
     """The requests in flight at one replica. `learner` is shared with all replicas of its kind (`Router.add`).
 
-    `room` returns the tokens of the cache that no prompt in flight claims, and those of all of it (`Endpoint.room`).
+    `room` returns the tokens of the cache that no prompt in flight claims, and those of all of it
+    (`Endpoint.free_and_total_tokens`).
     """
 
     def __init__(
@@ -79,17 +80,17 @@ class ReplicaLoad:
         return len(self._pending) + self.num_streams
 
     @property
-    def num_steps(self) -> int:
+    def num_observed_steps(self) -> int:
         """Steps of the replica that token events showed to begin."""
         return self._step.number
 
     @property
-    def step_tokens(self) -> int:
+    def max_step_tokens(self) -> int:
         """The most new tokens of a step, as reported or learned."""
         return self._step.step_tokens
 
     @property
-    def row(self) -> tuple[float, ...]:
+    def pricing_row(self) -> tuple[float, ...]:
         """The state that a price depends on, in the order of pricing.py."""
         if self._row is None:
             self._row = self._new_row()
@@ -102,7 +103,7 @@ class ReplicaLoad:
             self.pace.is_used,
             *foreign,
             *self._room(),
-            *self._step.row,
+            *self._step.pricing_row,
             self._foreign_streams,
             self._foreign_streams * self._mean_prompt,
         )
@@ -120,7 +121,7 @@ class ReplicaLoad:
 
     def set_max_step_tokens(self, tokens: int) -> None:
         """Set the most new tokens of a step, as the replica states it."""
-        self._step.limit(tokens)
+        self._step.set_max_step_tokens(tokens)
         self._changed()
 
     def record_report(self, waiting: int, running: int, at: float) -> None:
@@ -173,7 +174,7 @@ class ReplicaLoad:
         flight.step, flight.token_at = step.number, now
         flight.num_events += 1
 
-    def record_answered(self, flight: RequestFlight, now: float, *, is_assumed: bool = False) -> None:
+    def record_first_token(self, flight: RequestFlight, now: float, *, is_assumed: bool = False) -> None:
         """Record its first token. `is_assumed`: it was not seen, so nothing is learned."""
         if flight not in self._pending:
             return
@@ -205,13 +206,13 @@ class ReplicaLoad:
         if not self._pending:
             self._close(now)
 
-    def learn(self, flight: RequestFlight, work: PrefillWork) -> None:
+    def correct_prefill_work(self, flight: RequestFlight, work: PrefillWork) -> None:
         """Correct the work of its busy period, now that it is known; that is a sample when all of it is. Once."""
         period, flight.period = flight.period, None
         if period is None:
             return
         if flight.num_steps:
-            self._step.record_computed(work.tokens, flight.num_steps)
+            self._step.learn_step_tokens(work.tokens, flight.num_steps)
             self._changed()
         period.tokens += work.tokens - flight.work.tokens
         period.pairs += work.pairs - flight.work.pairs
@@ -281,7 +282,7 @@ class ReplicaLoad:
         if not period.is_void and not period.is_judged and interval.ms > 0.0:
             period.is_judged = True
             self._pace(interval, now)
-            period.factor = self.learner.factor(self.pace, now)
+            period.factor = self.learner.slowdown(self.pace, now)
 
     def _begin_step(self, now: float) -> None:
         resident = self.stream_tokens + self.num_streams * self.learner.mean_output / 2
@@ -300,7 +301,7 @@ class ReplicaLoad:
             return SAME_STEP
         step = self._step
         ms = RateSample(0.0, 1, step.streams, step.resident, 0, 0.0).expected_ms(self.rates)
-        return max(MIN_STEP * ms * self.learner.factor(self.pace, step.began_at) / 1e3, SAME_STEP)
+        return max(MIN_STEP * ms * self.learner.slowdown(self.pace, step.began_at) / 1e3, SAME_STEP)
 
     def _prefilled(self, flight: RequestFlight, now: float) -> None:
         """Record that a prefill is computed: a step has ended with it, unless one that ended before computed it."""
@@ -309,7 +310,7 @@ class ReplicaLoad:
             if now - step.began_at > self._least_step():
                 self._end_step(now)
             if next(iter(self._pending)) is flight:
-                step.end_steps_until(flight, self._pending)
+                step.end_steps_until_computed(flight, self._pending)
         flight.step = flight.first_step = step.number
         flight.token_at = now
         if flight.entered and self.num_streams:  # there was a stream all the time, which showed every step
@@ -319,7 +320,7 @@ class ReplicaLoad:
         if leader is not None:
             is_later = leader not in self._pending and leader.first_step < step.number
             if leader.first_step or not is_later:  # a leader without a first step failed
-                self.learner.record_followed(is_later=is_later)
+                self.learner.record_follower_deferral(is_later=is_later)
 
     def _watch(self, ms: float, now: float) -> None:
         """Learn the pace from the step that ends, together with those before it."""
@@ -327,7 +328,7 @@ class ReplicaLoad:
         if not step.streams or (step.tokens and self._mismatch >= MAX_MISMATCH):
             return  # steps without streams are not seen; the work of this one is uncertain
         one = RateSample(ms, 1, step.streams, step.resident, step.tokens, step.pairs)
-        if ms > min(MAX_SURPRISE * one.expected_ms(self.rates) * self.learner.factor(self.pace, now), MAX_DECODE_MS):
+        if ms > min(MAX_SURPRISE * one.expected_ms(self.rates) * self.learner.slowdown(self.pace, now), MAX_DECODE_MS):
             return
         watched = self._watched = RateSample(*(a + b for a, b in zip(self._watched, one, strict=True)))
         if watched.steps >= WATCHED_STEPS or watched.ms >= WATCHED_MS:
@@ -337,7 +338,7 @@ class ReplicaLoad:
     def _pace(self, interval: RateSample, now: float) -> None:
         """Learn the pace from an interval, as far as the fleet's rates are known."""
         if not self.learner.is_unreliable:
-            self.learner.measured(self.pace, interval.ms / interval.expected_ms(self.rates), now)
+            self.learner.record_pace_sample(self.pace, interval.ms / interval.expected_ms(self.rates), now)
             self._changed()
 
     def _finish(self, period: BusyPeriod) -> None:
@@ -354,7 +355,7 @@ class ReplicaLoad:
         Its steps are those that were seen, if it had events: a step of speculation or of a replica that reports every
         few tokens yields several tokens. If it had few, its text was withheld, and its steps are not known.
         """
-        self.learner.record_finished(num_output)
+        self.learner.record_output_length(num_output)
         ms = 1e3 * (now - start)
         num_steps = self._step.number - flight.first_step if flight.num_events else num_output - 1
         is_withheld = 0 < flight.num_events < num_steps / 2
@@ -366,7 +367,7 @@ class ReplicaLoad:
         interval = RateSample(ms, num_steps, num_steps * streams, num_steps * resident, tokens, pairs)
         if ms < MAX_DECODE_MS:
             self._pace(interval, now)
-        self.learner.learn(interval._replace(ms=ms / self.learner.factor(self.pace, now)))
+        self.learner.learn(interval._replace(ms=ms / self.learner.slowdown(self.pace, now)))
 
 
 def _interval_of(period: BusyPeriod, step_tokens: int) -> RateSample:

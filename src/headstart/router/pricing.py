@@ -32,7 +32,7 @@ Array = NDArray[np.float64]
 Numbers = TypeVar("Numbers", float, Array)
 
 
-class PricedReplica(Protocol):
+class PriceableReplica(Protocol):
     """A replica to price."""
 
     @property
@@ -50,12 +50,12 @@ class PromptCost(NamedTuple, Generic[Numbers]):
     requests: Numbers  # in flight there; 0 where they are not counted
 
     @property
-    def total(self) -> Numbers:
+    def expected_ttft_ms(self) -> Numbers:
         """The expected time to the first token."""
         return (self.backlog + self.prefill) * self.factor
 
     @property
-    def price(self) -> Numbers:
+    def cost_without_evictions(self) -> Numbers:
         """The total plus the cost to decodes, without evictions."""
         return (self.backlog + self.prefill + self.decode) * self.factor
 
@@ -66,7 +66,7 @@ class PromptCost(NamedTuple, Generic[Numbers]):
 
 
 def cost_at_each(
-    endpoints: Sequence[PricedReplica], prompt_tokens: int, hit_tokens: Sequence[int] | Array, now: float
+    endpoints: Sequence[PriceableReplica], prompt_tokens: int, hit_tokens: Sequence[int] | Array, now: float
 ) -> PromptCost[Array]:
     """Return the costs of a prompt at each replica, of which `hit_tokens` are cached there."""
     learner = endpoints[0].load.learner
@@ -78,7 +78,7 @@ def cost_at_each(
     own = np.maximum(prompt_tokens - np.asarray(hit_tokens, dtype=np.float64), 1.0)
     pace: Array = np.ones(len(loads))
     for index in np.flatnonzero(state[IS_PACED]) if not learner.is_contradicted_by_samples else ():
-        pace[index] = learner.factor(loads[index].pace, now)
+        pace[index] = learner.slowdown(loads[index].pace, now)
     if learner.prices is not None:
         limits = (STALE_STEPS, STALE_MS, MAX_AGE, LATENESS, GRACE_MS, DECODE, learner.knows_requests_in_flight)
         numbers = array("d", (*rates, output, prompt_tokens, now, not learner.is_contradicted_by_samples, *limits))
@@ -127,12 +127,14 @@ def cost_at_each(
     return PromptCost(backlog, prefill, decode, np.maximum(late, 1.0) * pace, wait, requests)
 
 
-def cost_at_one(endpoint: PricedReplica, prompt_tokens: int, hit_tokens: int, now: float) -> PromptCost[float]:
+def cost_at_one(endpoint: PriceableReplica, prompt_tokens: int, hit_tokens: int, now: float) -> PromptCost[float]:
     """Return the cost of a prompt at one replica, of which `hit_tokens` are cached there: that of `cost_at_each`."""
     load = endpoint.load
     learner = load.learner
     rates, output, is_contradicted = learner.rates, learner.mean_output, learner.is_contradicted_by_samples
-    tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started, *rest = load.row
+    tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started, *rest = (
+        load.pricing_row
+    )
     is_paced, foreign, foreign_at, mean_prefill_ms, room, size, began_at, now_tokens, now_pairs, *rest = rest
     rest_tokens, rest_pairs, step_tokens, chain, other_streams, other_resident = rest
     is_reported = now - foreign_at <= MAX_AGE
@@ -155,7 +157,7 @@ def cost_at_one(endpoint: PricedReplica, prompt_tokens: int, hit_tokens: int, no
         backlog = max(backlog, 0.0)
         if streams > 0:
             backlog += 0.5 * step
-    pace = learner.factor(load.pace, now) if is_paced and not is_contradicted else 1.0
+    pace = learner.slowdown(load.pace, now) if is_paced and not is_contradicted else 1.0
     if began_at > -inf and (streams > 0 or pending > 0) and not is_contradicted:
         running = step + rates.token * now_tokens + rates.pair * now_pairs
         elapsed = 1e3 * (now - began_at) / pace

@@ -13,7 +13,7 @@ from statistics import median
 from typing import NamedTuple
 from weakref import WeakSet
 
-from headstart.router.load_rows import LoadRows, Prices
+from headstart.router.load_rows import LoadRowCache, Prices
 from headstart.router.step_rates import StepRates
 
 DECAY = 0.998  # weight of a sample relative to the next one: half after 350
@@ -55,7 +55,7 @@ class RateSample(NamedTuple):
     def expected_ms(self, rates: StepRates) -> float:
         """Return the duration by `rates`."""
         decodes = rates.step * self.steps + rates.stream * self.streams + rates.resident * self.resident
-        return max(decodes + rates.new_tokens_ms(self.tokens, self.pairs), MIN_MS)
+        return max(decodes + rates.prefill_extra_ms(self.tokens, self.pairs), MIN_MS)
 
 
 class RateLearner:
@@ -65,7 +65,7 @@ class RateLearner:
         self.rates = self._prior = prior or StepRates()
         self.is_fixed = is_fixed
         self._is_young = prior is None
-        self.rows = LoadRows()  # of the loads that share this learner
+        self.rows = LoadRowCache()  # of the loads that share this learner
         self.prices: Prices | None = None  # compiled (pricing.py)
         self.num_samples = 0
         self.residual = 0.0  # decaying mean of |log(measured / expected)|
@@ -106,12 +106,12 @@ class RateLearner:
         """
         return self._deferred > 0.5
 
-    def measured(self, pace: "ReplicaPace", ratio: float, now: float) -> None:
+    def record_pace_sample(self, pace: "ReplicaPace", ratio: float, now: float) -> None:
         """Add a sample to the pace of one replica: measured / expected by the rates."""
         pace.learn(ratio, now)
         self._paces.add(pace)
 
-    def factor(self, pace: "ReplicaPace", now: float) -> float:
+    def slowdown(self, pace: "ReplicaPace", now: float) -> float:
         """Return how many times slower than the fleet a replica is, at least 1.
 
         The fleet's own pace is the lower quartile, if that is slow too: then the rates are wrong. Otherwise samples,
@@ -124,11 +124,11 @@ class RateLearner:
             self._usual, self._usual_at = found[len(found) // 4] if found else 0.0, now
         return max(exp(pace.mean_log_slowdown(now) - self._usual), 1.0)
 
-    def record_followed(self, *, is_later: bool) -> None:
+    def record_follower_deferral(self, *, is_later: bool) -> None:
         """Record whether a request whose prefix another one computed had its first token in a later step."""
         self._deferred += FOLLOWER_DECAY * (is_later - self._deferred)
 
-    def record_finished(self, num_output: int) -> None:
+    def record_output_length(self, num_output: int) -> None:
         """Record the number of tokens of an answer."""
         self._num_outputs += 1
         self.mean_output += (num_output - self.mean_output) * max(1.0 / self._num_outputs, 1.0 - DECAY)
@@ -191,7 +191,7 @@ class RateLearner:
 class ReplicaPace:
     """The slowness of one replica by the rates of its fleet. Used only if there is strong evidence.
 
-    `RateLearner.factor` compares it with the fleet. A factor is never below 1: a replica that was asked first would
+    `RateLearner.slowdown` compares it with the fleet. A factor is never below 1: a replica that was asked first would
     look fast, and the others would not be asked.
     """
 

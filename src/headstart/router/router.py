@@ -17,7 +17,7 @@ from headstart.router.decision_log import DecisionRecord, join_hashes
 from headstart.router.endpoint import Endpoint
 from headstart.router.filters import eligible_endpoints
 from headstart.router.index.approximate_index import ApproximateIndex
-from headstart.router.index.cached_tokens import cached_blocks
+from headstart.router.index.cached_tokens import reported_cached_blocks
 from headstart.router.index.first_blocks import UNLISTED, FirstBlockTable
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.load import RequestFlight
@@ -107,7 +107,7 @@ class Router:
         if not endpoints:
             raise NoReplicaError(f"none of {len(self.endpoints)} replicas may serve this request", reasons=excluded)
         view = self._view(endpoints, request, now)
-        decision = RoutingDecision(view, self.policy.choose(view), excluded, self.policy.name)
+        decision = RoutingDecision(view, self.policy.rank(view), excluded, self.policy.name)
         if before is not None:
             decision.regrets = before.regrets
         else:
@@ -145,10 +145,10 @@ class Router:
         """Record the first token; some replicas report the cached tokens with it."""
         in_flight.first_token = now
         in_flight.endpoint.health.record_succeeded(now, sent_at=in_flight.sent_at)
-        in_flight.endpoint.load.record_answered(in_flight.flight, now)
+        in_flight.endpoint.load.record_first_token(in_flight.flight, now)
         if usage is not None:
             self._reported(in_flight, usage, now)
-        in_flight.index.record_computed(in_flight.reservation, now)
+        in_flight.index.record_prefilled(in_flight.reservation, now)
         in_flight.drop_alternatives()
 
     def record_token(self, in_flight: RoutedInFlight, now: float) -> None:
@@ -158,7 +158,7 @@ class Router:
     def assume_first_token(self, in_flight: RoutedInFlight, now: float) -> None:
         """Assume the first token of a response that comes as one piece and does not show it. Nothing is learned."""
         if in_flight.first_token is None and in_flight.finish is None:
-            in_flight.endpoint.load.record_answered(in_flight.flight, now, is_assumed=True)
+            in_flight.endpoint.load.record_first_token(in_flight.flight, now, is_assumed=True)
 
     def record_finished(
         self,
@@ -177,7 +177,7 @@ class Router:
         elif usage is not None:
             self._reported(in_flight, usage, now)
         load = in_flight.endpoint.load
-        load.learn(in_flight.flight, in_flight.flight.work)
+        load.correct_prefill_work(in_flight.flight, in_flight.flight.work)
         load.record_finished(in_flight.flight, now, num_output or len(output))
         in_flight.num_output = num_output or len(output) or None
         block_hashes = (
@@ -229,10 +229,10 @@ class Router:
         if prompt.exact and not in_flight.view.request.has_parts:
             _compare_counts(in_flight.endpoint, in_flight.view.request, usage)
         scaled = usage.cached_tokens * prompt.num_tokens // max(usage.prompt_tokens, 1)
-        in_flight.endpoint.load.learn(in_flight.flight, PrefillWork.of(prompt.num_tokens, scaled))
+        in_flight.endpoint.load.correct_prefill_work(in_flight.flight, PrefillWork.of(prompt.num_tokens, scaled))
         self.prediction_error += abs(in_flight.candidate.hit_tokens - scaled)
         self.num_reported += 1
-        blocks = cached_blocks(in_flight.endpoint, prompt, usage, in_flight.reservation.hit)
+        blocks = reported_cached_blocks(in_flight.endpoint, prompt, usage, in_flight.reservation.hit)
         in_flight.index.on_hit_reported(
             in_flight.reservation, min(blocks, len(in_flight.reservation.block_hashes)), now
         )
@@ -286,16 +286,16 @@ class Router:
             return self._match_all(handles, block_hashes)
         hits, near = list[int](), 0
         for index in indexes:
-            near = index.match(block_hashes, now, near)
+            near = index.num_cached_prefix_blocks(block_hashes, now, near)
             hits.append(near)
         return hits
 
     def _compare(self, shadow: Policy, decision: RoutingDecision) -> ShadowComparison:
         """Return the decision of a shadow policy. Changes only the regrets of this decision."""
-        choice = shadow.choose(decision.view)
+        choice = shadow.rank(decision.view)
         first = choice.ranked[0]
         theirs, ours = (
-            one.endpoint.price(decision.view.prompt_tokens, one.hit_tokens, decision.view.now).total
+            one.endpoint.price(decision.view.prompt_tokens, one.hit_tokens, decision.view.now).expected_ttft_ms
             for one in (decision.candidate_of(first.name), decision.candidate)
         )
         regret = theirs - ours
@@ -329,7 +329,7 @@ class Router:
             output_tokens=request.max_tokens,
             num_output=in_flight.num_output,
             predicted_tokens=in_flight.candidate.hit_tokens,
-            expected_ms=in_flight.flight.expected_ms,
+            expected_ms=in_flight.flight.expected_ttft_ms,
             cached_tokens=in_flight.cached_tokens,
             first_token=in_flight.first_token,
             finish=now,

@@ -76,7 +76,7 @@ class RoutingDecision:
                     "eviction_ms": round(endpoint.eviction_cost_ms(*prompt), 3),
                     "decode_ms": round(price.decode, 3),
                     "slowness": round(price.factor, 3),
-                    "cost_ms": round(price.total, 3),
+                    "cost_ms": round(price.expected_ttft_ms, 3),
                     "score": scores[candidate.name],
                     "requests": endpoint.num_requests(self.view.now),
                 }

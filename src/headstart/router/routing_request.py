@@ -20,7 +20,7 @@ def router_root(model: str, *, adapter: str | None = None, domain: bytes = b"") 
     return root_hash(b"headstart-router/" + model.encode(), adapter=adapter, domain=domain)
 
 
-def pack_text(text: bytes) -> "array[int]":
+def text_as_pseudo_tokens(text: bytes) -> "array[int]":
     """Return UTF-8 text as pseudo-tokens of four bytes each, padded with zeros."""
     units = array("i")
     units.frombytes(text + b"\0" * (-len(text) % BYTES_PER_UNIT))

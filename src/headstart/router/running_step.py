@@ -43,7 +43,7 @@ class RunningStep:
         return self.began_at > -inf
 
     @property
-    def row(self) -> tuple[float, ...]:
+    def pricing_row(self) -> tuple[float, ...]:
         """The state that a price depends on: when it began, its prefills, and all that is not computed before it.
 
         The last values are the most tokens of a step, and the number of steps after it that followers need, one after
@@ -52,12 +52,12 @@ class RunningStep:
         chain = max(self._last_turn - self._turn, 0)
         return self.began_at, self.tokens, self.pairs, self._rest_tokens, self._rest_pairs, self.step_tokens, chain
 
-    def limit(self, step_tokens: int) -> None:
+    def set_max_step_tokens(self, step_tokens: int) -> None:
         """Set the most new tokens of a step, as the replica states it; with bounded times they may have fewer."""
         self.step_tokens = self._max_step_tokens = step_tokens
         self._is_reached = False
 
-    def record_computed(self, tokens: int, num_steps: int) -> None:
+    def learn_step_tokens(self, tokens: int, num_steps: int) -> None:
         """Learn the tokens of a step from a prefill that was alone in the queue, and whose steps were all seen.
 
         One that should have taken fewer steps proves that the number was too large: it begins anew. A prefill in very
@@ -95,7 +95,7 @@ class RunningStep:
         self._rest_pairs -= self.pairs
         self._chunks, self.tokens, self.pairs = [], 0, 0.0
 
-    def end_steps_until(self, flight: RequestFlight, pending: Collection[RequestFlight]) -> None:
+    def end_steps_until_computed(self, flight: RequestFlight, pending: Collection[RequestFlight]) -> None:
         """End steps until the first pending request is computed: without streams they were not seen."""
         while flight.num_computed < flight.work.tokens:
             self.end()

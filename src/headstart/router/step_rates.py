@@ -39,11 +39,11 @@ class StepRates(NamedTuple):
         """Return the duration of `num` steps without new tokens."""
         return num * (self.step + self.stream * streams + self.resident * resident)
 
-    def new_tokens_ms(self, tokens: float, pairs: float) -> float:
+    def prefill_extra_ms(self, tokens: float, pairs: float) -> float:
         """Return how much longer new tokens make their steps."""
         return self.token * tokens + self.pair * pairs
 
     def prefill_ms(self, work: PrefillWork, step_tokens: int = STEP_TOKENS) -> float:
         """Return the duration of a prefill, with all steps of `step_tokens` new tokens it needs."""
         num = -(-work.tokens // step_tokens)
-        return self.decode_steps_ms(num, work.streams, work.resident) + self.new_tokens_ms(work.tokens, work.pairs)
+        return self.decode_steps_ms(num, work.streams, work.resident) + self.prefill_extra_ms(work.tokens, work.pairs)

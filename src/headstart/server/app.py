@@ -17,7 +17,7 @@ from headstart import __version__
 from headstart.anthropic.anthropic_objects import VERSION_HEADER, anthropic_model, model_list_page
 from headstart.anthropic.messages_request import CountTokensRequest
 from headstart.apis import answer_schemas as schema
-from headstart.apis.answer_schemas import ResponseSchemas
+from headstart.apis.answer_schemas import RouteResponseSchemas
 from headstart.apis.api_table import api_of_path
 from headstart.apis.ollama_api import OLLAMA_TREE
 from headstart.apis.openapi import RouteOperation, openapi_document
@@ -28,7 +28,7 @@ from headstart.http.packed_metrics import metrics_content_type
 from headstart.openai import responses
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.engine_requests import chat_for_template, encode_prompt
-from headstart.openai.json_pieces import SLICE_ITEMS, encode_json_in_pieces
+from headstart.openai.json_pieces import SLICE_ITEMS, iter_json_pieces
 from headstart.openai.prefix_tokens import PrefixRequest, parse_prefix
 from headstart.openai.request_bodies import (
     ChatRequest,
@@ -41,8 +41,8 @@ from headstart.openai.request_bodies import (
 from headstart.openai.request_json import parse_json_object
 from headstart.openai.tokenizer.handed_tokens import MAX_HANDED_BYTES
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.tools.tool_fields import read_tool_params
-from headstart.openai.value_checks import check_count, raise_invalid_value, safe_repr
+from headstart.openai.tools.tool_fields import make_tool_params
+from headstart.openai.value_checks import parse_query_count, raise_invalid_value, safe_repr
 from headstart.page.live_stream import LiveStreams
 from headstart.page.page_files import PageFiles
 from headstart.server.apis.answer_format import ServedApi, check_model_name
@@ -51,8 +51,8 @@ from headstart.server.apis.ollama_format import OllamaRoutes
 from headstart.server.cache_api import cache_schema
 from headstart.server.cache_api.cache_routes import (
     cache_stats_response,
-    explain_reuse_response,
-    recent_requests_response,
+    recent_bodies_response,
+    reuse_explanation_response,
 )
 from headstart.server.cache_api.cache_tree import DEFAULT_RUNS, MAX_RUNS, CacheTreeSnapshot
 from headstart.server.cache_api.live_figures import LiveFigures
@@ -70,7 +70,7 @@ def build_app(state: ServerState, figures: LiveFigures | None = None) -> ASGIApp
     completions, chat, created_responses, messages, *ollama = served_apis(state.responses)
     operations: list[RouteOperation] = []
     table: list[Route] = []
-    explanation = ResponseSchemas(cache_schema.CACHE_EXPLANATION)
+    explanation = RouteResponseSchemas(cache_schema.CACHE_EXPLANATION)
 
     def generates(served: ServedApi) -> tuple[Any, ...]:
         async def handler(request: Request) -> Response:
@@ -81,38 +81,38 @@ def build_app(state: ServerState, figures: LiveFigures | None = None) -> ASGIApp
 
     for method, path, handler, answers, *bodies in (
         *map(generates, (completions, chat, created_responses)),
-        ("GET", "/v1/responses/{response_id}", apis.retrieve_response, ResponseSchemas(schema.RESPONSE)),
-        ("DELETE", "/v1/responses/{response_id}", apis.delete_response, ResponseSchemas(schema.DELETED_RESPONSE)),
-        ("GET", "/v1/responses/{response_id}/input_items", apis.input_items, ResponseSchemas(schema.INPUT_ITEMS)),
+        ("GET", "/v1/responses/{response_id}", apis.retrieve_response, RouteResponseSchemas(schema.RESPONSE)),
+        ("DELETE", "/v1/responses/{response_id}", apis.delete_response, RouteResponseSchemas(schema.DELETED_RESPONSE)),
+        ("GET", "/v1/responses/{response_id}/input_items", apis.input_items, RouteResponseSchemas(schema.INPUT_ITEMS)),
         generates(messages),
         ("POST", "/v1/messages/count_tokens", apis.count_tokens, schema.TOKEN_COUNT, CountTokensRequest),
-        ("GET", "/v1/models", routes.models, ResponseSchemas(schema.MODEL_LIST)),
-        ("GET", "/v1/models/{model_id:path}", routes.model, ResponseSchemas(schema.MODEL)),
-        ("POST", "/tokenize", routes.tokenize, ResponseSchemas(schema.TOKENS), TokenizeRequest),
-        ("POST", "/detokenize", routes.detokenize, ResponseSchemas(schema.TEXT), DetokenizeRequest),
-        ("GET", "/health", routes.health, ResponseSchemas(schema.STATUS)),
-        ("GET", "/readyz", routes.health, ResponseSchemas(schema.STATUS)),
-        ("GET", "/ping", routes.health, ResponseSchemas(schema.STATUS)),
-        ("GET", "/load", routes.load, ResponseSchemas(schema.SERVER_LOAD)),
-        ("GET", "/tokenizer_info", routes.tokenizer_info, ResponseSchemas(schema.TOKENIZER_INFO)),
-        ("GET", "/livez", routes.livez, ResponseSchemas(schema.STATUS)),
-        ("GET", "/metrics", routes.metrics, ResponseSchemas(None)),
-        ("GET", "/version", routes.version, ResponseSchemas(schema.VERSION)),
-        ("POST", "/reset_prefix_cache", routes.reset_prefix_cache, ResponseSchemas(schema.STATUS)),
-        ("GET", "/v1/prefixes", routes.list_prefixes, ResponseSchemas(cache_schema.PINNED_PREFIXES)),
+        ("GET", "/v1/models", routes.models, RouteResponseSchemas(schema.MODEL_LIST)),
+        ("GET", "/v1/models/{model_id:path}", routes.model, RouteResponseSchemas(schema.MODEL)),
+        ("POST", "/tokenize", routes.tokenize, RouteResponseSchemas(schema.TOKENS), TokenizeRequest),
+        ("POST", "/detokenize", routes.detokenize, RouteResponseSchemas(schema.TEXT), DetokenizeRequest),
+        ("GET", "/health", routes.health, RouteResponseSchemas(schema.STATUS)),
+        ("GET", "/readyz", routes.health, RouteResponseSchemas(schema.STATUS)),
+        ("GET", "/ping", routes.health, RouteResponseSchemas(schema.STATUS)),
+        ("GET", "/load", routes.load, RouteResponseSchemas(schema.SERVER_LOAD)),
+        ("GET", "/tokenizer_info", routes.tokenizer_info, RouteResponseSchemas(schema.TOKENIZER_INFO)),
+        ("GET", "/livez", routes.livez, RouteResponseSchemas(schema.STATUS)),
+        ("GET", "/metrics", routes.metrics, RouteResponseSchemas(None)),
+        ("GET", "/version", routes.version, RouteResponseSchemas(schema.VERSION)),
+        ("POST", "/reset_prefix_cache", routes.reset_prefix_cache, RouteResponseSchemas(schema.STATUS)),
+        ("GET", "/v1/prefixes", routes.list_prefixes, RouteResponseSchemas(cache_schema.PINNED_PREFIXES)),
         (
             "POST",
             "/v1/prefixes",
             routes.add_prefix,
-            ResponseSchemas(cache_schema.PINNED_PREFIX, status=201),
+            RouteResponseSchemas(cache_schema.PINNED_PREFIX, status=201),
             PrefixRequest,
         ),
-        ("DELETE", "/v1/prefixes/{name}", routes.remove_prefix, ResponseSchemas(cache_schema.REMOVED_PREFIX)),
-        ("GET", "/v1/cache/stats", routes.cache_stats, ResponseSchemas(cache_schema.CACHE_STATISTICS)),
+        ("DELETE", "/v1/prefixes/{name}", routes.remove_prefix, RouteResponseSchemas(cache_schema.REMOVED_PREFIX)),
+        ("GET", "/v1/cache/stats", routes.cache_stats, RouteResponseSchemas(cache_schema.CACHE_STATISTICS)),
         ("GET", "/v1/cache/explain", routes.explain_request, explanation),
-        ("GET", "/v1/cache/requests", routes.recent_requests, ResponseSchemas(cache_schema.RECENT_REQUESTS)),
-        ("GET", "/v1/cache/tree", routes.cache_tree, ResponseSchemas(cache_schema.CACHE_TREE)),
-        ("GET", "/v1/cache/live", routes.live, ResponseSchemas(None, cache_schema.FIGURES)),
+        ("GET", "/v1/cache/requests", routes.recent_requests, RouteResponseSchemas(cache_schema.RECENT_REQUESTS)),
+        ("GET", "/v1/cache/tree", routes.cache_tree, RouteResponseSchemas(cache_schema.CACHE_TREE)),
+        ("GET", "/v1/cache/live", routes.live, RouteResponseSchemas(None, cache_schema.FIGURES)),
         ("POST", "/v1/cache/explain", routes.explain_prompt, explanation, CompletionRequest, ChatRequest),
     ):
         route = Route(path, _guarded(state, handler))
@@ -210,7 +210,7 @@ class _Routes:
         if answer["count"] <= SLICE_ITEMS:
             return json_response(answer)
         return StreamingResponse(
-            self._state.turns.yield_pieces(encode_json_in_pieces(answer)), media_type="application/json"
+            self._state.turns.yield_pieces(iter_json_pieces(answer)), media_type="application/json"
         )
 
     async def detokenize(self, request: Request) -> Response:
@@ -298,16 +298,16 @@ class _Routes:
 
     async def explain_request(self, request: Request) -> Response:
         """Explain why a recent request (`request_id`: the id of its response) had no more prefix cache hits."""
-        return json_response(await explain_reuse_response(self._state, request))
+        return json_response(await reuse_explanation_response(self._state, request))
 
     async def recent_requests(self, request: Request) -> Response:
         """List the caller's own recent request bodies (`last`: how many). Empty unless the server keeps them."""
-        return json_response(await recent_requests_response(self._state, request))
+        return json_response(await recent_bodies_response(self._state, request))
 
     async def cache_tree(self, request: Request) -> Response:
         """The published blocks of the prefix cache as a tree of runs (`max_runs`: how many, the largest first)."""
         model, principal = self._state.check_ready(), access_record_of_scope(request.scope).principal
-        max_runs = check_count("max_runs", request.query_params.get("max_runs", str(DEFAULT_RUNS)), MAX_RUNS)
+        max_runs = parse_query_count("max_runs", request.query_params.get("max_runs", str(DEFAULT_RUNS)), MAX_RUNS)
         return json_response(await self._tree.tree_json(model, principal, max_runs))
 
     async def live(self, request: Request) -> Response:
@@ -323,7 +323,7 @@ class _Routes:
 
     async def explain_prompt(self, request: Request) -> Response:
         """Explain why a completion or chat with this body would have no more prefix cache hits."""
-        return json_response(await explain_reuse_response(self._state, request))
+        return json_response(await reuse_explanation_response(self._state, request))
 
     def card(self, name: str | None = None) -> responses.Json:
         """Return the object of the served model under one of its names, by default the first."""
@@ -348,7 +348,7 @@ def _tokenized(body: TokenizeRequest, tokenizer: Tokenizer, bounds: RequestBound
     if body.messages is not None:
         special = bool(body.add_special_tokens)
         messages, tools, _ = chat_for_template(
-            body.messages, read_tool_params(body.tools, None, True), tokenizer, bounds
+            body.messages, make_tool_params(body.tools, None, True), tokenizer, bounds
         )
         text = tokenizer.render_chat(
             messages,

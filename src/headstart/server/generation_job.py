@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from headstart.core.batch import PrefillChunk, PromptTokenBreakdown, RequestStepOutput
+from headstart.core.batch import PrefillChunkTiming, PromptTokenBreakdown, RequestStepOutput
 from headstart.core.errors import InvalidRequestError, RequestFailedError
 from headstart.core.request import CacheMode, FinishReason, Request
 from headstart.engine.engine_client import EngineClient
@@ -26,7 +26,12 @@ from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.reuse.near_prompts import WindowEntry
 from headstart.server.apis.answer_diagnosis import AnswerDiagnosis
 from headstart.server.prompt_doctor import AvoidableTextEstimator
-from headstart.server.request_limits import RESERVED_TOKENS, bytes_of_params, bytes_per_output_token, num_answer_entries
+from headstart.server.request_limits import (
+    RESERVED_TOKENS,
+    bytes_of_params,
+    bytes_per_output_token,
+    num_logprob_entries,
+)
 from headstart.server.server_metrics import ServerMetrics
 
 
@@ -57,7 +62,7 @@ class ApiRequest:
         if self.messages and params.cache is CacheMode.READ_WRITE:
             definitions = () if params.tools is None else params.tools.definitions
             num_tokens = len(self.requests[0].prompt)
-            examined = doctor.entry(origin, params.cache_salt, self.messages, definitions, num_tokens)
+            examined = doctor.window_entry(origin, params.cache_salt, self.messages, definitions, num_tokens)
         held = self.num_extra_bytes + bytes_of_params(params)
         return replace(self, messages=(), examined=examined, num_extra_bytes=held)
 
@@ -106,7 +111,7 @@ class GenerationJob:
         self._first_token_at: list[float | None] = [None] * len(requests)
         self._scheduled_at = [record.arrival] * len(requests)
         self._trace_id = "" if record.trace is None else record.trace.hex_trace_id
-        self._chunks: list[tuple[int, PrefillChunk]] = []  # of traced prompts, by choice
+        self._chunks: list[tuple[int, PrefillChunkTiming]] = []  # of traced prompts, by choice
         self._open = set(self._index)
         self._stream = engine.submit(requests)
 
@@ -116,9 +121,9 @@ class GenerationJob:
         return not self._open
 
     @property
-    def num_entries(self) -> int:
+    def num_logprob_entries(self) -> int:
         """Number of entries of a whole response so far; see request_limits.py."""
-        return num_answer_entries(sum(len(prompt.token_ids) for prompt in self.prompts), self._num_tokens, self.params)
+        return num_logprob_entries(sum(len(prompt.token_ids) for prompt in self.prompts), self._num_tokens, self.params)
 
     async def next_deltas(self, timeout: float) -> list[ChoiceDelta]:
         """Return the deltas since the last call, [] after `timeout` seconds without any.
@@ -136,10 +141,10 @@ class GenerationJob:
             if self._early and prompt.is_complete:
                 self._catch_up(index - index % self.params.n, found)
         unreserved = max(self._num_tokens - self._reserved_tokens, 0)
-        self._lease.resize(self._initial_bytes + unreserved * self._output_bytes)
+        self._lease.force_resize(self._initial_bytes + unreserved * self._output_bytes)
         return found
 
-    def cancel(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Make the next `news` raise `error`."""
         self._stream.fail(error)
 
@@ -151,10 +156,14 @@ class GenerationJob:
     def diagnostics(self) -> Json:
         """Return the diagnostics of the prompt cache under Headstart's own name; empty unless requested."""
         diagnosis = self.diagnosis
-        found = None if diagnosis is None else diagnosis.found(self.breakdown.num_cached, self.evicted.total())
+        found = (
+            None if diagnosis is None else diagnosis.cache_diagnosis(self.breakdown.num_cached, self.evicted.total())
+        )
         if diagnosis is None or found is None:
             return {}
-        return {"cache_diagnostics": {**diagnosis.own(found), "rules": dict(self.params.applied_rules)}}
+        return {
+            "cache_diagnostics": {**diagnosis.cache_diagnostics_json(found), "rules": dict(self.params.applied_rules)}
+        }
 
     @property
     def _num_written(self) -> int:
@@ -168,7 +177,7 @@ class GenerationJob:
             total += max(generation.num_prompt_tokens // size - num_cached, 0) * size
         return total
 
-    def report(self, answer_id: str) -> UsageReportHeader | None:
+    def usage_header(self, answer_id: str) -> UsageReportHeader | None:
         """Return the usage and the prefill time for a proxy that does not read the answer; None before a token."""
         first, scheduled = self.record.first_token_at, self.record.scheduled_at
         if first is None or scheduled is None:
@@ -187,7 +196,7 @@ class GenerationJob:
         self.record.num_prompt_tokens = usage["prompt_tokens"]
         self.record.num_tokens = usage["completion_tokens"]
         self.record.breakdown = self.breakdown
-        self._metrics.prompts(self.record.principal.tenant, self.record.breakdown, self.evicted)
+        self._metrics.record_prompt_tokens(self.record.principal.tenant, self.record.breakdown, self.evicted)
         self.record.finish_reason = self.generations[0].finish_reason or "abort"
         if self.record.trace is not None and self.record.trace.is_sampled:
             _add_spans(self.record.trace, self.record, self._chunks, time.monotonic())
@@ -277,11 +286,11 @@ class GenerationJob:
 
 
 def _add_spans(
-    trace: RequestTrace, record: AccessRecord, chunks: Iterable[tuple[int, PrefillChunk]], now: float
+    trace: RequestTrace, record: AccessRecord, chunks: Iterable[tuple[int, PrefillChunkTiming]], now: float
 ) -> None:
     """Add the phases of a generation that has ended to its trace; one that was cut off ends `now`."""
     start: float | None = record.arrival
-    for name, end in record.phases():
+    for name, end in record.phase_ends():
         if start is None:
             return
         span = trace.add(name, start, now if end is None else end)

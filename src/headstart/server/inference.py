@@ -29,7 +29,7 @@ from headstart.http.tracing.request_trace import Attributes
 from headstart.openai.canonical.prompt_rules import RULES_HEADER, applied_rules_header
 from headstart.openai.engine_requests import RequestOrigin
 from headstart.openai.forms.skipped import SKIPPED_HEADER, SkippedNames, skipped_header
-from headstart.openai.json_pieces import encode_json_in_pieces, join_pieces
+from headstart.openai.json_pieces import iter_json_pieces, regroup_pieces
 from headstart.openai.request_json import parse_json_object
 from headstart.openai.sandbox.sandbox_pool import WAIT_SECONDS
 from headstart.openai.structured.dropped_keywords import DROPPED_HEADER, dropped_keywords_header
@@ -60,7 +60,7 @@ async def generation_response(state: ServerState, api: ServedApi, request: Reque
         record.trace.root.attributes |= _attributes(model, asked, origin.request_id)
     job = state.admit(asked, prompts, record)
     if job.examined is not None:
-        model.doctor.note(job.examined)
+        model.doctor.remember_prompt(job.examined)
     form = asked.answer(job, AnswerIdentity(origin.request_id, int(time.time()), model))
     answer = _Answer(state, job, form, api.api)
     watcher = asyncio.create_task(_watch(request.receive, job))
@@ -73,13 +73,13 @@ async def generation_response(state: ServerState, api: ServedApi, request: Reque
         headers = _report(request, asked, job, origin.request_id)
     except BaseException:
         watcher.cancel()
-        state.release(job)
+        state.close_job(job)
         raise
     if not isinstance(whole, Response):
         return _Sent(answer, whole, watcher, "application/json", headers)
     whole.headers.update(headers)
     watcher.cancel()
-    state.release(job)
+    state.close_job(job)
     return whole
 
 
@@ -95,7 +95,7 @@ def _report(request: Request, asked: ApiRequest, job: GenerationJob, answer_id: 
         headers[SKIPPED_HEADER] = skipped_header(asked.skipped)
     report = None
     if any(name == REPORT_HEADER for name, _ in request.scope["headers"]):
-        report = job.report(answer_id)
+        report = job.usage_header(answer_id)
     return headers if report is None else {**headers, REPORT_HEADER.decode(): report.encode().decode()}
 
 
@@ -135,7 +135,7 @@ async def _prepared(
         return replace(asked.without_messages(model.doctor, origin), skipped=skipped.counts())
 
     run = partial(state.long_work.run, tenant=origin.tenant, receive=request.receive)
-    async with state.bodies.read_held(request) as body:
+    async with state.bodies.hold_body(request) as body:
         access_record_of_scope(request.scope).received_at = time.monotonic()
         more = 0 if num_stored_bytes is None else await run(len(body), partial(stored, body))
         asked = await run(len(body) + more, partial(prepare, body), waits=api.renders)
@@ -160,7 +160,7 @@ async def run_with_body(
     state: ServerState, request: Request, work: Callable[[bytes], _Result], *, renders: bool = False
 ) -> _Result:
     """Return `work(body)`, run off the event loop if the body is long, or if `renders` and it holds messages."""
-    async with state.bodies.read_held(request) as body:
+    async with state.bodies.hold_body(request) as body:
         waits = renders and (isinstance(body, SpooledBody) or b'"messages"' in body)
         run = partial(
             state.long_work.run,
@@ -173,7 +173,7 @@ async def run_with_body(
 async def _watch(receive: Receive, job: GenerationJob) -> None:
     """Cancel the job when the client disconnects."""
     await wait_for_disconnect(receive)
-    job.cancel(ClientGoneError())
+    job.fail(ClientGoneError())
 
 
 class _Answer:
@@ -193,9 +193,9 @@ class _Answer:
                 self._form.collect(choice, delta)
         if job.diagnosis is not None:
             job.diagnosis.remember()
-        if job.num_entries + len(job.generations) <= LARGE_ANSWER_ENTRIES:
+        if job.num_logprob_entries + len(job.generations) <= LARGE_ANSWER_ENTRIES:
             return json_response(self._form.whole(in_pieces=False))
-        return self.state.turns.yield_pieces(encode_json_in_pieces(self._form.whole(in_pieces=True)))
+        return self.state.turns.yield_pieces(iter_json_pieces(self._form.whole(in_pieces=True)))
 
     async def next_news(self) -> list[ChoiceDelta]:
         """Return the next deltas to send, or [] after PING_SECONDS without any."""
@@ -220,7 +220,7 @@ class _Answer:
                 else:
                     if not opened:
                         parts = chain((form.opening_events(),), parts)
-                    async for data in self.state.turns.yield_pieces(join_pieces(parts)):
+                    async for data in self.state.turns.yield_pieces(regroup_pieces(parts)):
                         yield data
                     opened = True
                 if job.is_finished:
@@ -267,7 +267,7 @@ class _Sent(Response):
             record.error = "client_closed"
         finally:
             self._watcher.cancel()
-            self._answer.state.release(self._answer.job)
+            self._answer.state.close_job(self._answer.job)
 
 
 async def _send(send: Send, data: bytes) -> None:

@@ -28,7 +28,7 @@ class ServerPrefixes:
         self._domain_of = domain_of
         self._rejected: list[Json] = []  # not sent to the engine, or refused by it
 
-    async def load(self, entries: Iterable[PrefixEntry], tokenizer: Tokenizer, bounds: RequestBounds) -> None:
+    async def add_configured(self, entries: Iterable[PrefixEntry], tokenizer: Tokenizer, bounds: RequestBounds) -> None:
         """Send the entries of headstart.toml to the engine; an invalid entry is listed with its reason instead."""
         for entry in entries:
             try:

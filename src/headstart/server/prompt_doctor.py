@@ -54,7 +54,7 @@ class AvoidableTextEstimator:
         """Whether a prompt is being examined."""
         return self._examining is not None
 
-    def entry(
+    def window_entry(
         self,
         origin: RequestOrigin,
         salt: str | None,
@@ -69,11 +69,11 @@ class AvoidableTextEstimator:
         group = origin.tenant.encode() + b"\0" + salted_domain(origin.domain, salt)
         return WindowEntry(group, messages, tools, num_tokens=tokens, num_bytes=num_bytes)
 
-    def note(self, entry: WindowEntry) -> None:
+    def remember_prompt(self, entry: WindowEntry) -> None:
         """Keep a prompt for comparisons with later ones."""
         self._window.add(entry)
 
-    def record_finished(
+    def examine_finished(
         self, tenant: str, entry: WindowEntry, breakdown: PromptTokenBreakdown, num_evicted: int
     ) -> None:
         """Examine an answered request's prompt if there is CPU time to spend; on a thread, one at a time."""

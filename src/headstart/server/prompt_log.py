@@ -49,7 +49,7 @@ class RecentBodyLog:
         """Return the last bodies of a tenant, the oldest first, as the rules for prompts leave them."""
         return [self._listed(body) for body in self._bodies.values(tenant)[-last:]]
 
-    def diagnosis(self, tenant: str, *, answer_id: str = "", body: Json | None = None) -> list[Json]:
+    def request_diagnosis(self, tenant: str, *, answer_id: str = "", body: Json | None = None) -> list[Json]:
         """Return what differs between a request and an earlier one of the tenant, and what that costs.
 
         The request is the one answered with `answer_id`, or `body`. Empty if it is not kept, or nothing was lost.

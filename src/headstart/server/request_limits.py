@@ -48,7 +48,7 @@ def check_request_size(requests: Sequence[Request], params: GenerationParams, bo
             param="prompt" if params.n == 1 else "n",
             code="request_too_large",
         )
-    num_entries = max_answer_entries(requests, params)
+    num_entries = max_logprob_entries(requests, params)
     if num_entries > bounds.max_answer_entries:
         raise InvalidRequestError(
             f"the answer could have {num_entries} entries, which are (prompt tokens shown + max_tokens) x "
@@ -59,7 +59,7 @@ def check_request_size(requests: Sequence[Request], params: GenerationParams, bo
         )
 
 
-def max_answer_entries(requests: Sequence[Request], params: GenerationParams) -> int:
+def max_logprob_entries(requests: Sequence[Request], params: GenerationParams) -> int:
     """Return the maximum number of entries of the response.
 
     Output without log-probabilities does not count: it is plain text and grows no faster than it is computed.
@@ -68,7 +68,7 @@ def max_answer_entries(requests: Sequence[Request], params: GenerationParams) ->
     return sum(len(request.prompt) * prompt_width + request.sampling.max_tokens * output_width for request in requests)
 
 
-def num_answer_entries(num_prompt_tokens: int, num_tokens: int, params: GenerationParams) -> int:
+def num_logprob_entries(num_prompt_tokens: int, num_tokens: int, params: GenerationParams) -> int:
     """Return the number of entries of a whole response with these token counts; plain text has none."""
     prompt_width, output_width = _widths(params)
     shown = num_prompt_tokens * params.n * prompt_width if params.sampling.prompt_logprobs is not None else 0

@@ -28,11 +28,11 @@ from headstart.http.lifecycle import (
     EXIT_CONFIG,
     EXIT_INTERRUPTED,
     EXIT_OK,
-    HttpServer,
     ShutdownSignals,
+    UvicornWithoutSignals,
     listener_address,
-    main_result_or_cancel,
     open_listener,
+    run_until_any_ends,
     unlink_socket_file,
     uvicorn_config,
 )
@@ -104,12 +104,12 @@ class _Run:
         if recording is not None:
             engine.recorder = RequestRecorder(recording.write)
         shutdown = self.shutdown = ShutdownSignals(
-            self.options.drain_timeout, self.log, num_requests=lambda: state.num_jobs, on_drain=state.drain
+            self.options.drain_timeout, self.log, num_requests=lambda: state.num_jobs, on_drain=state.start_draining
         )
         shutdown.install_handlers()
         self.figures = LiveFigures(state)
         cap = max_server_connections(self.options.max_num_queued_reqs, files_each=1)
-        http = HttpServer(uvicorn_config(build_app(state, self.figures), ConnectionTable(cap)))
+        http = UvicornWithoutSignals(uvicorn_config(build_app(state, self.figures), ConnectionTable(cap)))
         serving = asyncio.create_task(http.serve(sockets=[self.listener]))
         try:
             return await self._live(state, engine)
@@ -140,7 +140,7 @@ class _Run:
             if started is None:
                 self.log.write_line("headstart: stopped while loading")
                 return EXIT_OK
-            model = state.prepare(started)
+            model = state.make_served_model(started)
             await asyncio.to_thread(model.tokenizer.start_chat_renderer)
             if await self._until_stopped(warm_configured_prefixes(state, model)) is None:
                 self.log.write_line("headstart: stopped while loading")
@@ -171,7 +171,7 @@ class _Run:
         """Wait for the admitted requests up to the drain timeout, cancel the rest, and return the exit code."""
         if engine.dead is not None:
             self.log.write_line(f"headstart: the engine has stopped ({engine.dead}); so does the server")
-            await main_result_or_cancel(self.shutdown.at_once.wait(), timeout=DEAD_SECONDS)
+            await run_until_any_ends(self.shutdown.at_once.wait(), timeout=DEAD_SECONDS)
             return EXIT_BROKEN
         deadline = time.monotonic() + self.shutdown.drain_seconds
         while (
@@ -180,14 +180,12 @@ class _Run:
             and not self.shutdown.at_once.is_set()
             and time.monotonic() < deadline
         ):
-            await main_result_or_cancel(
-                state.idle.wait(), self.shutdown.at_once.wait(), engine.died.wait(), timeout=0.5
-            )
+            await run_until_any_ends(state.idle.wait(), self.shutdown.at_once.wait(), engine.died.wait(), timeout=0.5)
         if not state.num_jobs:
             return EXIT_OK if engine.dead is None else EXIT_BROKEN
         self.log.write_line(f"headstart: {state.num_jobs} requests were cut off")
         state.cancel_all_jobs(DrainingError("the server shut down before this request was finished"))
-        await main_result_or_cancel(state.idle.wait(), timeout=CUT_SECONDS)
+        await run_until_any_ends(state.idle.wait(), timeout=CUT_SECONDS)
         return EXIT_INTERRUPTED if self.shutdown.at_once.is_set() else EXIT_BROKEN
 
     async def _close(self, engine: EngineClient) -> None:
@@ -205,7 +203,7 @@ class _Run:
 
     async def _until_stopped(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Return the result of `work`, or None if a signal arrived first."""
-        return await main_result_or_cancel(work, self.shutdown.begun.wait())
+        return await run_until_any_ends(work, self.shutdown.begun.wait())
 
 
 async def warm_configured_prefixes(state: ServerState, model: ServedModel) -> int:
@@ -219,7 +217,7 @@ async def warm_configured_prefixes(state: ServerState, model: ServedModel) -> in
     start = time.monotonic()
     with _bar() as bar:
         task = bar.add_task("warming prefixes", total=None)
-        await state.prefixes.load(entries, model.tokenizer, model.bounds)
+        await state.prefixes.add_configured(entries, model.tokenizer, model.bounds)
         while True:
             listed = await state.prefixes.list_prefixes()
             total = sum(entry["tokens"] for entry in listed)

@@ -75,9 +75,9 @@ class ServerMetrics:
         self.params_n = row("request_params_n", "Choices requested.", _CHOICES)
         self.params_max_tokens = row("request_params_max_tokens", "Tokens allowed for an answer.", _TOKENS)
         self.iteration_tokens = row("iteration_tokens_total", "Tokens computed in a step.", _STEP_TOKENS)
-        self._of_prompts = PromptCollector(model_name)
+        self._of_prompts = PromptRuleCollector(model_name)
         self._registry.register(self._of_prompts)
-        self.count_prompt = self._of_prompts.add
+        self.count_prompt = self._of_prompts.count_request
         self._http = self._counter("headstart:http_requests", "HTTP requests.", "route", "method", "status")
         self._finished = self._counter(
             "vllm:request_success", "Requests by how they ended.", "model_name", "finished_reason"
@@ -100,7 +100,7 @@ class ServerMetrics:
         self._by_tenant.register(_TenantCollector(self._model_name, self.tenants))
         self._of_store.register(StoreCollector(lambda: engine.stats, self._model_name))
 
-    def watch_prompts(self, memory: FingerprintCache | None, doctor: AvoidableTextEstimator) -> None:
+    def watch_prompt_doctor(self, memory: FingerprintCache | None, doctor: AvoidableTextEstimator) -> None:
         """Add the memory of prompts' fingerprints and the estimate of the avoidable share to every scrape."""
         self._of_prompts.fingerprints, self._of_prompts.doctor = memory, doctor
 
@@ -108,7 +108,7 @@ class ServerMetrics:
         """Add the counts of exported and lost spans to every scrape."""
         self._registry.register(SpanCounts(tracer))
 
-    def prompts(
+    def record_prompt_tokens(
         self, tenant: str, breakdown: PromptTokenBreakdown, evicted: Mapping[str | None, int] | None = None
     ) -> None:
         """Add the prompt token breakdown of one client request; `tenant` is that of a configured key, or empty.
@@ -233,20 +233,20 @@ class _EngineCollector(_HeartbeatCollector):
         counters, families = stats.counters, self._families
         sources = {source: getattr(counters, f"{source}_tokens") for source in CACHE_SOURCES}
         text, computed = "Prompt tokens by where their KV came from.", counters.prompt_computed_tokens
-        yield families.counters("headstart:prompt_tokens", text, "source", {**sources, "computed": computed})
+        yield families.labelled_counter("headstart:prompt_tokens", text, "source", {**sources, "computed": computed})
         text = "Prompt tokens by source, in vLLM's words."
         vllm = {
             "local_compute": computed,
             "local_cache_hit": counters.cached_tokens - counters.store_tokens,
             "external_kv_transfer": counters.store_tokens,
         }
-        yield families.counters("vllm:prompt_tokens_by_source", text, "source", vllm)
+        yield families.labelled_counter("vllm:prompt_tokens_by_source", text, "source", vllm)
         text = "Prompt and output tokens, computed or not."
         tokens = {"computed": counters.computed_tokens, "cached": counters.cached_tokens}
-        yield families.counters("headstart:tokens", text, "source", tokens)
+        yield families.labelled_counter("headstart:tokens", text, "source", tokens)
         text = "Evicted cached blocks by cause."
-        yield families.counters("headstart:evictions", text, "cause", stats.pool.evictions_by_cause)
-        yield families.gauges("headstart:kv_blocks", "KV blocks by state.", "state", blocks_by_state(stats))
+        yield families.labelled_counter("headstart:evictions", text, "cause", stats.pool.evictions_by_cause)
+        yield families.labelled_gauge("headstart:kv_blocks", "KV blocks by state.", "state", blocks_by_state(stats))
 
 
 def prefill_redundancy(stats: EngineStats) -> float:
@@ -298,7 +298,7 @@ class _TenantCollector(Collector):
         yield family
 
 
-class PromptCollector(Collector):
+class PromptRuleCollector(Collector):
     """Requests by the rules that applied and by what was left out; fingerprints and the doctor's sample, if watched."""
 
     def __init__(self, model_name: str) -> None:
@@ -308,7 +308,7 @@ class PromptCollector(Collector):
         self.fingerprints: FingerprintCache | None = None
         self.doctor: AvoidableTextEstimator | None = None
 
-    def add(self, applied: AppliedRules, skipped: SkippedCounts) -> None:
+    def count_request(self, applied: AppliedRules, skipped: SkippedCounts) -> None:
         """Count a request."""
         for rule, _ in applied:
             self._rules[rule] += 1
@@ -318,9 +318,9 @@ class PromptCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         families, memory = self._families, self.fingerprints
         text = "Requests that a rule for prompts changed, or reported about."
-        yield families.counters("prompt_rules", text, "rule", self._rules)
+        yield families.labelled_counter("prompt_rules", text, "rule", self._rules)
         text = "Fields, tools, items, parts and reasoning of requests that were left out of prompts (docs/agents.md)."
-        yield families.counters("skipped", text, "kind", self._skipped)
+        yield families.labelled_counter("skipped", text, "kind", self._skipped)
         if self.doctor is None:  # the model is still loading
             return
         text, num_bytes = "Fingerprints of prompts kept for comparisons.", 0 if memory is None else memory.num_bytes
@@ -333,6 +333,6 @@ class PromptCollector(Collector):
         yield families.counter("avoidable_tokens", text, counts.avoidable_tokens)
         text = "Avoidable tokens by cause: those behind its first occurrence in a prompt, so causes overlap."
         causes = {cause: counts.causes[cause] for cause in CAUSES}
-        yield families.counters("avoidable_tokens_by_cause", text, "cause", causes)
+        yield families.labelled_counter("avoidable_tokens_by_cause", text, "cause", causes)
         text = "Avoidable tokens, to all prompt tokens of the sample: 0 is best."
         yield families.gauge("avoidable_share", text, counts.share or 0.0)

@@ -118,7 +118,7 @@ class ServerState:
         self._held = ByteBudget(MIN_HELD_BYTES // num_shares, "prompts and answers")
         self._jobs: set[GenerationJob] = set()
 
-    def prepare(self, info: EngineInfo) -> ServedModel:
+    def make_served_model(self, info: EngineInfo) -> ServedModel:
         """Return a Model for the engine's loaded model. Raises ConfigError without a tokenizer."""
         names = self.options.served_model_name or (info.served_name,)
         name = names[0]
@@ -128,13 +128,13 @@ class ServerState:
         if self.tracer is not None:
             metrics.watch_tracer(self.tracer)
         self.engine.on_step = lambda stats: metrics.iteration_tokens.observe(stats.last_batch_tokens)
-        bounds = RequestBounds.of(info, self.options, tokenizer.content_forms)
+        bounds = RequestBounds.for_engine(info, self.options, tokenizer.content_forms)
         grammars = GrammarChecker(info, info.eos_token_ids or tokenizer.eos_token_ids)
         fingerprints = FingerprintCache(self.options.diagnostics_size) if self.options.diagnostics_size else None
         doctor = AvoidableTextEstimator(
             self.options.doctor_share, lambda: time.process_time() + self.engine.stats.step_seconds
         )
-        metrics.watch_prompts(fingerprints, doctor)
+        metrics.watch_prompt_doctor(fingerprints, doctor)
         return ServedModel(
             name, info, tokenizer, bounds, metrics, int(time.time()), grammars, doctor, fingerprints, names
         )
@@ -146,7 +146,7 @@ class ServerState:
         if self.phase is ServerPhase.LOADING:
             self.phase = ServerPhase.READY
 
-    def drain(self) -> None:
+    def start_draining(self) -> None:
         """Stop admitting new requests."""
         self.phase = ServerPhase.DRAINING
 
@@ -216,12 +216,12 @@ class ServerState:
         self.idle.clear()
         return job
 
-    def release(self, job: GenerationJob) -> None:
+    def close_job(self, job: GenerationJob) -> None:
         """Close an admitted job."""
         job.close()
         if job.examined is not None and self._model is not None and job.record.finish_reason not in ("abort", "error"):
             tenant = job.record.principal.tenant
-            self._model.doctor.record_finished(tenant, job.examined, job.breakdown, job.evicted.total())
+            self._model.doctor.examine_finished(tenant, job.examined, job.breakdown, job.evicted.total())
             job.examined = None
         self._jobs.discard(job)
         if not self._jobs:
@@ -246,7 +246,7 @@ class ServerState:
     def cancel_all_jobs(self, error: Exception) -> None:
         """Cancel every job with `error`."""
         for job in list(self._jobs):
-            job.cancel(error)
+            job.fail(error)
 
     def _check_queue(self, requests: Sequence[Request]) -> None:
         engine, options = self.engine, self.options

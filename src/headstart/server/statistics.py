@@ -33,7 +33,7 @@ async def log_statistics_regularly(state: ServerState) -> None:
         counts = state.loaded_model.doctor.counts
         examined = counts.prompt_tokens, counts.avoidable_tokens
         lost = compute_prefix_losses(last, stats, seen, examined)
-        fields = _fields(last, stats, now - at) | ({} if lost is None else lost.fields())
+        fields = _fields(last, stats, now - at) | ({} if lost is None else lost.share_fields())
         state.log.event("statistics", fields, text=activity_text(last, stats, now - at))
         if lost is not None and state.log.is_terminal:
             state.log.event("losses", {}, text=lost.text())
@@ -73,7 +73,7 @@ class PrefixLosses(NamedTuple):
     num_evicted: int
     num_front: int | None
 
-    def fields(self) -> dict[str, object]:
+    def share_fields(self) -> dict[str, object]:
         """Return the shares of the prompt tokens."""
         front = None if self.num_front is None else _share(self.num_front, self.num_prompt_tokens)
         return {"evicted_share": _share(self.num_evicted, self.num_prompt_tokens), "avoidable_share": front}

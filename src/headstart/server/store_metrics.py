@@ -49,11 +49,11 @@ class StoreCollector(Collector):
         yield families.counter("written_blocks", "Blocks written.", store.written_blocks)
         yield families.counter("written_bytes", "Bytes written.", store.written_bytes)
         yield families.counter("evicted_blocks", "Blocks evicted for space.", store.evicted_blocks)
-        yield families.counters(
+        yield families.labelled_counter(
             "misses", "Loads that ended early, and damage found.", "reason", failed_loads_by_reason(store)
         )
         lost = "Blocks that were to be written and were not."
-        yield families.counters("lost_writes", lost, "reason", lost_writes_by_reason(store))
+        yield families.labelled_counter("lost_writes", lost, "reason", lost_writes_by_reason(store))
         yield families.gauge("load_bytes_per_second", "While loading; 0: not measured.", store.load_bytes_per_s)
         yield families.gauge("write_bytes_per_second", "While writing; 0: not measured.", store.write_bytes_per_s)
         text = "Computing, which loading competes with; 0: not measured."

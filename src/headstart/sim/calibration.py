@@ -44,7 +44,7 @@ from headstart.sim.step_cost import AdditiveCost, StepWork
 from headstart.sim.sweep import SimulationConfig
 from headstart.workload.jobs import Job
 from headstart.workload.request_record import RequestRecord, percentile, summarize_records
-from headstart.workload.synthetic import random_tokens, unit_rate_arrivals
+from headstart.workload.synthetic import random_tokens, unit_poisson_arrivals
 
 SHORTEST = 8  # tokens of a prompt
 LONGEST_SHARE = 0.5  # of the context
@@ -187,7 +187,7 @@ class CalibrationCheck:
         return ReportTable(title, ("", "measured", "predicted", "error"), tuple(rows))
 
 
-class RecordingExecutor:
+class WorkRecordingExecutor:
     """An executor that records the work of every step of another one."""
 
     def __init__(self, inner: Executor) -> None:
@@ -215,7 +215,7 @@ def run_calibration(setup: EngineSetup, config: CalibrationConfig, bar: Progress
         raise ConfigError(f"--out {config.out}: name a .json file in a folder that exists")
     options = setup.options(num_blocks=config.blocks)
     bar.stage("loading the model")
-    with closing(EngineRunner.build(setup, options)) as runner:
+    with closing(EngineRunner.from_setup(setup, options)) as runner:
         samples = measure_rounds(runner, config, Random(setup.seed), bar)
         bar.stage(f"fitting {len(samples):,} steps")
         fit = fit_step_cost(samples)
@@ -230,7 +230,7 @@ def measure_rounds(
     runner: EngineRunner, config: CalibrationConfig, rng: Random, bar: ProgressBar = QUIET
 ) -> list[StepSample]:
     """Return the measured steps of all rounds; the first step of a round, which may include one-time costs, is left."""
-    recorder = RecordingExecutor(runner.engine.executor)
+    recorder = WorkRecordingExecutor(runner.engine.executor)
     runner.engine.executor = recorder
     numbers = count()
     samples: list[StepSample] = []
@@ -327,9 +327,9 @@ def check_calibrated_profile(
     bar.stage("searching a rate of requests by simulation", HALVINGS)
     rate = _rate(jobs, profile, bar)
     due = [Job(job.prompt, job.output, job.at / rate) for job in jobs]
-    predicted = SimulationConfig(profile, 1).run([request_from_job(job) for job in due])
+    predicted = SimulationConfig(profile, 1).run_workload([request_from_job(job) for job in due])
     bar.stage("checking the profile on an unseen workload", num_requests)
-    runner.reset()
+    runner.clear_prefix_cache()
     trial = runner.run(due, bar=bar)
     return CalibrationCheck(rate, _figures(trial.records), _figures([one.record for one in predicted.records]))
 
@@ -344,7 +344,7 @@ def _jobs(info: EngineInfo, num: int, rng: Random) -> list[Job]:
             rng.randint(4, 32),
             at,
         )
-        for at in unit_rate_arrivals(num, rng)
+        for at in unit_poisson_arrivals(num, rng)
     ]
 
 
@@ -354,7 +354,7 @@ def _rate(jobs: Sequence[Job], profile: ReplicaProfile, bar: ProgressBar) -> flo
     for _ in range(HALVINGS):
         middle = (low * high) ** 0.5
         asked = [SimRequest(job.at / middle, len(job.prompt), job.output, token_ids=job.prompt) for job in jobs]
-        if fleet_report(SimulationConfig(profile, 1).run(asked)).busy < BUSY:
+        if fleet_report(SimulationConfig(profile, 1).run_workload(asked)).busy < BUSY:
             low = middle
         else:
             high = middle

@@ -73,7 +73,7 @@ def smallest_fleet(
 
 def _run(requests: Sequence[SimRequest], simulation: SimulationConfig, slo: Slo) -> VirtualFleet:
     """Run until all requests have ended, or too many are late."""
-    fleet = simulation.build()
+    fleet = simulation.build_fleet()
     late = LatenessEarlyStop(len(requests), slo)
 
     def check(record: object) -> None:

@@ -24,7 +24,7 @@ class OraclePolicy(Policy):
     def __init__(self, replicas: Mapping[str, SimReplica]) -> None:
         self._replicas = replicas
 
-    def choose(self, view: PolicyInput) -> RankedCandidates:
+    def rank(self, view: PolicyInput) -> RankedCandidates:
         """Rank by the time to the first token."""
         numbers = [self._seconds(view, candidate) for candidate in view.candidates]
         return rank_by_number(view, [1e3 * seconds for seconds in numbers], "earliest first token")
@@ -35,14 +35,14 @@ class OraclePolicy(Policy):
         size = replica.profile.block_size
         block_hashes = view.request.prompt.block_hashes(size)
         queue = ReplicaQueue(replica)
-        cached = min(queue.known(block_hashes) * size, view.prompt_tokens - 1)
+        cached = min(queue.num_cached_blocks(block_hashes) * size, view.prompt_tokens - 1)
         new = queue.tokens + view.prompt_tokens - cached
         pairs = queue.pairs + (view.prompt_tokens - cached) * (view.prompt_tokens + cached) / 2
         num_steps = -(-new // replica.profile.max_batched_tokens)
         step = StepWork(queue.streams, queue.resident, round(new / num_steps), pairs / num_steps)
         seconds = num_steps * replica.profile.cost.seconds(step) * replica.speed.factor
         blocks = -(-view.prompt_tokens // size) - cached // size
-        return max(replica.step_ends - view.now, 0.0) + seconds + queue.wait(blocks)
+        return max(replica.step_ends - view.now, 0.0) + seconds + queue.block_wait_seconds(blocks)
 
 
 class ReplicaQueue:
@@ -59,11 +59,11 @@ class ReplicaQueue:
         for seq in replica.scheduler.running:
             self._add(seq, seq.num_computed_tokens + seq.num_scheduled_tokens, len(seq.block_ids))
         for seq in replica.scheduler.waiting:
-            hit = min(self.known(seq.block_hashes) * size, len(seq.token_ids) - 1)
+            hit = min(self.num_cached_blocks(seq.block_hashes) * size, len(seq.token_ids) - 1)
             self._add(seq, hit, 0)
             self._blocks += -(-len(seq.token_ids) // size) - hit // size
 
-    def known(self, block_hashes: list[BlockHash]) -> int:
+    def num_cached_blocks(self, block_hashes: list[BlockHash]) -> int:
         """Return the number of leading blocks that are cached, or will be when what is queued has run."""
         contains, coming = self._replica.pool.contains, self._coming
         known = 0
@@ -71,7 +71,7 @@ class ReplicaQueue:
             known += 1
         return known
 
-    def wait(self, num_blocks: int) -> float:
+    def block_wait_seconds(self, num_blocks: int) -> float:
         """Return the seconds until enough decodes have ended for so many more blocks."""
         missing = self._blocks + num_blocks - self._replica.pool.num_free
         if missing <= 0:

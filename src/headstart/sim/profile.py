@@ -29,7 +29,7 @@ class ReplicaProfile:
     state_tokens: int = 0  # of KV, whose bytes a recurrent state takes; 0: all layers have attention
 
     @property
-    def capacity(self) -> int:
+    def num_kv_tokens(self) -> int:
         """KV tokens of one replica."""
         return self.num_blocks * self.block_size
 
@@ -41,7 +41,7 @@ class ReplicaProfile:
             limits=Limits(
                 max_batched_tokens=self.max_batched_tokens,
                 max_seqs=self.max_seqs,
-                max_model_len=self.max_model_len or self.capacity,
+                max_model_len=self.max_model_len or self.num_kv_tokens,
                 max_step_time=self.step_bound,
             ),
             policy=self.scheduling_policy,

@@ -219,7 +219,7 @@ class VirtualFleet:
 
     def begin_step_if_idle(self, replica: SimReplica, now: float) -> None:
         """Begin a step if the replica has work and none is running."""
-        seconds = replica.begin(now)
+        seconds = replica.begin_step(now)
         if seconds is not None:
             epoch = replica.epoch
             self._cores.start(seconds, lambda then: self._stepped(replica, epoch, then), now)
@@ -230,9 +230,9 @@ class VirtualFleet:
         """Tokenize a request and route it."""
         request = call.request
         call.due = now
-        call.tokens = request.tokens()
+        call.tokens = request.prompt_token_ids()
         sizes = {endpoint.block_size for endpoint in call.router.endpoints.values()}
-        prompt = request.prompt(call.tokens, sizes)
+        prompt = request.routing_prompt(call.tokens, sizes)
         max_tokens = request.output_tokens if self.options.tells_output else 0
         call.routing = RoutingRequest(prompt, session=request.session, max_tokens=max_tokens)
         self._calls[call.request_id] = call
@@ -283,7 +283,7 @@ class VirtualFleet:
         """End a step: pass its outputs to the routers, and begin the next one."""
         if replica.epoch != epoch:
             return
-        for number, output in enumerate(replica.end(now if self.options.speeds else None)):
+        for number, output in enumerate(replica.end_step(now if self.options.speeds else None)):
             if self.options.token_spacing:
                 self.at(now + number * self.options.token_spacing, self._later(output, replica, epoch))
             else:
@@ -327,7 +327,7 @@ class VirtualFleet:
         if call.first_token is not None:
             self._ended(call, now, "the replica stopped")
             return
-        call.tokens = call.request.tokens()
+        call.tokens = call.request.prompt_token_ids()
         self._route(call, now)
 
     def _ended(self, call: _Call, now: float, error: str | None = None) -> None:

@@ -28,7 +28,7 @@ _NOT_SAMPLED = RowResult()
 
 
 @dataclass(slots=True, eq=False)
-class MachineSpeed:
+class MachineSlowdown:
     """The speed of one simulated machine: `factor` times the modelled duration, and noise of each step.
 
     `noise` is the standard deviation of the logarithm of a factor with mean 1: 0.1 is 10 %. 0 draws nothing.
@@ -38,7 +38,7 @@ class MachineSpeed:
     rng: Random = field(default_factory=lambda: Random(0))
     factor: float = 1.0
 
-    def draw(self) -> float:
+    def draw_step_factor(self) -> float:
         """Return the factor of the next step."""
         if not self.noise:
             return self.factor
@@ -52,13 +52,18 @@ class SimExecutor:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, cost: StepCost, speed: MachineSpeed | None = None, block_bytes: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        cost: StepCost,
+        speed: MachineSlowdown | None = None,
+        block_bytes: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.block_bytes = block_bytes
         self.cost = cost
-        self.speed = speed or MachineSpeed()
+        self.speed = speed or MachineSlowdown()
         self.work = StepWork()  # of the last step
         self._rows: dict[str, RowResult] = {}  # by request id
 
@@ -71,7 +76,7 @@ class SimExecutor:
             for chunk in batch.chunks
         )
         self.work = StepWork.of(batch)
-        return StepResult(rows, self.cost.seconds(self.work) * self.speed.draw())
+        return StepResult(rows, self.cost.seconds(self.work) * self.speed.draw_step_factor())
 
     def read_block(self, block_id: int) -> Data:
         """Return zeros. Raises ValueError if blocks have no content here."""
@@ -104,7 +109,7 @@ class SimReplica:
         self.profile = profile
         self.is_up = True
         self.is_draining = False
-        self.speed = MachineSpeed(profile.noise, Random(f"{seed}/{name}"))
+        self.speed = MachineSlowdown(profile.noise, Random(f"{seed}/{name}"))
         self.step_began = 0.0
         self.step_ends = 0.0  # when the last step ends or ended; later if it shares its cores
         self.epoch = 0  # number of stops: a step begun before the last one never ends
@@ -157,7 +162,7 @@ class SimReplica:
         sampling = SamplingParams(max_tokens=output_tokens, temperature=0.0)
         self.scheduler.add_request(Request(request_id, prompt, sampling, now))
 
-    def begin(self, now: float) -> float | None:
+    def begin_step(self, now: float) -> float | None:
         """Begin the next step and return its seconds; None if one is running or nothing is to be done.
 
         While all work waits for loads from the offload tier, a step is that wait.
@@ -181,7 +186,7 @@ class SimReplica:
         self.step_ends = now + result.elapsed
         return result.elapsed
 
-    def end(self, now: float | None = None) -> list[RequestStepOutput]:
+    def end_step(self, now: float | None = None) -> list[RequestStepOutput]:
         """End the step; return its outputs. `now`: the time, if the step took another time than modelled."""
         assert self._step is not None, f"{self.name}: no step has begun"
         (batch, result), self._step = self._step, None

@@ -36,7 +36,7 @@ class SimRequest:
     after: tuple[int, ...] = ()  # indices of the requests whose answers it needs: then `at` is not its time
     pause: float = 0.0  # seconds after the last of these
 
-    def tokens(self) -> "array[int]":
+    def prompt_token_ids(self) -> "array[int]":
         """Return the token ids of the prompt, packed int32."""
         if self.token_ids is not None:
             return self.token_ids
@@ -46,7 +46,7 @@ class SimRequest:
         assert len(found) == self.prompt_tokens, f"{len(self.block_ids)} ids for {self.prompt_tokens} tokens"
         return found
 
-    def prompt(self, token_ids: "array[int]", block_sizes: Iterable[int]) -> RoutingPrompt:
+    def routing_prompt(self, token_ids: "array[int]", block_sizes: Iterable[int]) -> RoutingPrompt:
         """Return the prompt as a router sees it: the hashes at the given block sizes, without tokens."""
         prompt = RoutingPrompt(token_ids, ROOT)
         for size in block_sizes:

@@ -46,7 +46,7 @@ SYNTHETIC = {
 
 def read_trace_requests(path: Path, *, speed: float = 1.0, skip: int = 0, count: int = 0) -> list[SimRequest]:
     """Return `count` requests of a trace file after the first `skip` (0: all), from time 0. Raises ConfigError."""
-    return request_window(requests_from_trace(read_trace_file(path), speed=speed), skip, count)
+    return slice_requests(requests_from_trace(read_trace_file(path), speed=speed), skip, count)
 
 
 def read_decision_log_requests(path: Path, *, speed: float = 1.0, skip: int = 0, count: int = 0) -> list[SimRequest]:
@@ -64,7 +64,7 @@ def read_decision_log_requests(path: Path, *, speed: float = 1.0, skip: int = 0,
     records.sort(key=lambda record: record.at)
     numbers: dict[str, int] = {}
     found = [_of_decision(record, numbers, records[0].at, speed) for record in records]
-    return request_window(found, skip, count)
+    return slice_requests(found, skip, count)
 
 
 def _decision(path: Path, number: int, line: str) -> DecisionRecord:
@@ -96,7 +96,7 @@ def _of_decision(record: DecisionRecord, numbers: dict[str, int], start: float, 
     )
 
 
-def request_window(requests: Sequence[SimRequest], skip: int, count: int) -> list[SimRequest]:
+def slice_requests(requests: Sequence[SimRequest], skip: int, count: int) -> list[SimRequest]:
     """Return `count` requests after the first `skip`, the first of them at time 0. Raises ConfigError for none."""
     found = list(requests[skip : skip + count if count else None])
     if not found:
@@ -141,7 +141,7 @@ def prompt_block_paths(requests: Iterable[SimRequest], block_size: int) -> Block
     paths: list[list[int]] = []
     lengths: list[int] = []
     for request in requests:
-        block_hashes = request.prompt(request.tokens(), [block_size]).block_hashes(block_size)
+        block_hashes = request.routing_prompt(request.prompt_token_ids(), [block_size]).block_hashes(block_size)
         paths.append([ids.setdefault(block_hash, len(ids)) for block_hash in block_hashes])
         lengths.append(request.prompt_tokens)
     return BlockPaths(block_size, paths, lengths)

@@ -39,7 +39,7 @@ class SimulationConfig:
     scenario: FleetScenario = NOTHING_HAPPENS
     options: FleetOptions = DEFAULTS
 
-    def build(self, make: MakePolicy | None = None) -> VirtualFleet:
+    def build_fleet(self, make: MakePolicy | None = None) -> VirtualFleet:
         """Return a fleet with its events, ready to run. `make`: the policy of each router, instead of the named one.
 
         Raises ConfigError for an unknown policy or replica.
@@ -65,9 +65,11 @@ class SimulationConfig:
     def _policy(self, replicas: Mapping[str, SimReplica]) -> Policy:
         return OraclePolicy(replicas) if self.policy == ORACLE else make_policy(self.policy)
 
-    def run(self, requests: Sequence[SimRequest], on_record: Callable[[SimRecord], None] | None = None) -> VirtualFleet:
+    def run_workload(
+        self, requests: Sequence[SimRequest], on_record: Callable[[SimRecord], None] | None = None
+    ) -> VirtualFleet:
         """Run the workload; return the fleet in its final state."""
-        fleet = self.build()
+        fleet = self.build_fleet()
         fleet.on_record = on_record
         fleet.run(requests)
         return fleet
@@ -143,12 +145,12 @@ def run_sweep(
     found: dict[int, FleetReport] = {}
     if options.jobs <= 1:
         for index, (point, seed) in enumerate(tasks):
-            found[index] = run_point(point, seed, make, options.slo)
+            found[index] = run_point_seed(point, seed, make, options.slo)
             on_run(point, found[index].summary.requests)
     else:
         with ProcessPoolExecutor(options.jobs) as pool:
             futures = {
-                pool.submit(run_point, point, seed, make, options.slo): index
+                pool.submit(run_point_seed, point, seed, make, options.slo): index
                 for index, (point, seed) in enumerate(tasks)
             }
             for future in as_completed(futures):
@@ -162,10 +164,10 @@ def run_sweep(
     ]
 
 
-def run_point(point: GridPoint, seed: int, make: MakeRequests, slo: Slo) -> FleetReport:
+def run_point_seed(point: GridPoint, seed: int, make: MakeRequests, slo: Slo) -> FleetReport:
     """Run one point with one seed."""
     simulation = replace(point.simulation, seed=point.simulation.seed + seed)
-    return fleet_report(simulation.run(make(point.speed, simulation.seed)), slo)
+    return fleet_report(simulation.run_workload(make(point.speed, simulation.seed)), slo)
 
 
 def _mean(values: list[Any]) -> Any:

@@ -88,7 +88,7 @@ class BlockLoader:
         """Return whether the current read has taken so long that it may never end."""
         return now - self._reading_since > OVERDUE_SECONDS
 
-    def degraded(self, now: float) -> list[str]:
+    def fault_descriptions(self, now: float) -> list[str]:
         """Return descriptions of the current faults."""
         if self.health.text:
             return [self.health.text]

@@ -21,7 +21,7 @@ from headstart.core.errors import ConfigError
 from headstart.store import segment as segments
 from headstart.store.files import FileEntry, FileSystemCalls, create_store_folder
 from headstart.store.folder import CORRUPT, STALE_SECONDS, SegmentFolder, SlotIndex
-from headstart.store.format import MAX_SEGMENT_BYTES, MAX_SLOTS, BlockShape, SegmentHeader
+from headstart.store.format import MAX_SEGMENT_BYTES, MAX_SLOTS, SegmentHeader, StoredBlockFormat
 from headstart.store.segment import ReadResult, Segment, SegmentWriter
 
 MIN_SEGMENT_BYTES = 8 << 20
@@ -65,7 +65,7 @@ class SegmentEviction:
 
         Raises OSError: ENOSPC if the rest is pinned or being written, EAGAIN if another process evicts for too long.
         """
-        self._folder.list()
+        self._folder.scan()
         for attempt in range(LOCK_TRIES):
             if self.room() >= needed:
                 return 0
@@ -76,12 +76,12 @@ class SegmentEviction:
                 finally:
                     self._files.close(lock)
             time.sleep(LOCK_SECONDS if attempt else 0)
-            self._folder.list()
+            self._folder.scan()
         raise OSError(errno.EAGAIN, "another process has been evicting for too long")
 
     def _evict(self, needed: int, own: str, kept: Container[BlockHash]) -> int:
         given_up = 0
-        victims = self._oldest_first(self._folder.list(), own)
+        victims = self._oldest_first(self._folder.scan(), own)
         self._folder.delete_abandoned_files()
         for is_last_resort in (False, True):
             for name in victims:
@@ -96,7 +96,7 @@ class SegmentEviction:
         return given_up
 
     def _oldest_first(self, entries: dict[str, FileEntry], own: str) -> list[str]:
-        now = self._files.now()
+        now = self._files.mtime_now()
         mtimes = {name: entry.mtime for name, entry in entries.items() if name != own}
         for name, mtime in mtimes.items():
             if mtime > now + STALE_SECONDS:  # set by another clock: it would stay the most recent for that long
@@ -144,7 +144,7 @@ class SegmentCatalog:
     def __init__(
         self,
         folder: Path,
-        shape: BlockShape,
+        shape: StoredBlockFormat,
         max_bytes: int,
         files: FileSystemCalls | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -184,14 +184,14 @@ class SegmentCatalog:
         return self._eviction.max_bytes
 
     @property
-    def skipped(self) -> Mapping[str, int]:
+    def skipped_by_reason(self) -> Mapping[str, int]:
         """Files and entries that are not served, by reason, each counted once."""
         return self._folder.skipped
 
     @property
     def num_corrupt(self) -> int:
         """The number of damaged ones among them."""
-        return sum(self.skipped.get(reason, 0) for reason in CORRUPT)
+        return sum(self.skipped_by_reason.get(reason, 0) for reason in CORRUPT)
 
     def contains(self, block_hash: BlockHash) -> bool:
         return self._index.contains(block_hash)
@@ -226,7 +226,7 @@ class SegmentCatalog:
             if found.error is not None:
                 return ReadResult(done, found.miss, found.error)
             if found.miss is not None:  # another copy may exist
-                self._index.forget(keys[done].block_hash, segment, slot + found.num_blocks)
+                self._index.remove_location(keys[done].block_hash, segment, slot + found.num_blocks)
             miss = found.miss or "gone"
         return ReadResult(done)
 
@@ -267,7 +267,7 @@ class SegmentCatalog:
         """
         for block_hash in block_hashes:
             for segment, slot in self._index.places(block_hash):
-                self._index.forget(block_hash, segment, slot)
+                self._index.remove_location(block_hash, segment, slot)
                 self._unmarked.append((segment, slot))
         while self._unmarked:
             with contextlib.suppress(FileNotFoundError):
@@ -277,7 +277,7 @@ class SegmentCatalog:
     def clear(self) -> None:
         """Delete all segments, of every model and process. Raises OSError."""
         self._close_writer()
-        for name in self._folder.list():
+        for name in self._folder.scan():
             self._folder.unlink(name)
 
     def close(self) -> None:
@@ -303,7 +303,7 @@ class SegmentCatalog:
         if self._writer is None:
             header = self._header(secrets.token_bytes(8))
             self._writer = SegmentWriter(self._files, self._folder.path, header)
-            self._folder.begin(self._writer.path, header)
+            self._folder.add_own_segment(self._writer.path, header)
         return self._writer
 
     def _drop_evicted_writer(self) -> None:

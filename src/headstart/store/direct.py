@@ -34,7 +34,7 @@ class DirectFileWriter:
                 if error.errno not in REFUSALS:
                     raise
 
-    def write(self, payloads: Sequence[Data], offset: int) -> bool:
+    def try_write(self, payloads: Sequence[Data], offset: int) -> bool:
         """Write the payloads one after the other; return False, perhaps after a part, if buffered writes are needed.
 
         Raises OSError.

@@ -16,7 +16,7 @@ from headstart.core.cache.hashing import BlockHash
 from headstart.store.block_loader import LOOK_SECONDS, BlockLoad, BlockLoader, LoadedPiece
 from headstart.store.catalog import SegmentCatalog
 from headstart.store.files import FileSystemCalls
-from headstart.store.format import BlockShape
+from headstart.store.format import StoredBlockFormat
 from headstart.store.tiers.tier import StorageTier
 from headstart.store.writer import BlockOffer, BlockWriter
 
@@ -54,7 +54,7 @@ class TierStore:
         self._is_closed = False
         threads = [
             threading.Thread(target=body, name=f"kv-store-{name}", daemon=True)
-            for name, body in (("writer", writer.run), ("loader", loader.run), ("late-writer", writer.run_when_late))
+            for name, body in (("writer", writer.run), ("loader", loader.run), ("late-writer", writer.run_late_rounds))
         ]
         for thread in threads:
             thread.start()
@@ -140,10 +140,10 @@ class TierStore:
 
     def mark_used(self, block_hashes: Sequence[BlockHash]) -> None:
         if self._writes and not self._is_closed:
-            self._writer.touch(block_hashes)
+            self._writer.mark_used(block_hashes)
 
     def set_pinned(self, block_hashes: Iterable[BlockHash]) -> None:
-        self._writer.keep(frozenset(block_hashes))
+        self._writer.set_pinned(frozenset(block_hashes))
 
     def discard_corrupt(self, block_hashes: Sequence[BlockHash]) -> None:
         if self._distrusted_until <= self._writer.num_settled:
@@ -172,7 +172,7 @@ class TierStore:
             written_bytes=writer.written_blocks * self._block_bytes,
             lost_writes=writer.lost(),
             evicted_blocks=writer.evicted_blocks,
-            degraded="; ".join(self._loader.degraded(now) + writer.degraded(now)),
+            degraded="; ".join(self._loader.fault_descriptions(now) + writer.fault_descriptions(now)),
             num_degraded=self._loader.health.num_degraded + writer.num_degraded,
             load_bytes_per_s=self._estimate.blocks_per_s() * self._block_bytes,
             write_bytes_per_s=writer.bytes_per_s,
@@ -236,7 +236,7 @@ class TierStore:
         self._loader.deliver_piece(LoadedPiece(load, None, 0, True, None, 0.0, 0.0))
 
     def _forget(self, block_hashes: Sequence[BlockHash] | None) -> None:
-        self._distrusted_until = self._writer.forget(block_hashes)
+        self._distrusted_until = self._writer.queue_discard(block_hashes)
         for load in self._loads.values():
             self._cut(load)
 
@@ -261,7 +261,7 @@ class DiskStore(TierStore):
     def __init__(
         self,
         folder: Path,
-        shape: BlockShape,
+        shape: StoredBlockFormat,
         max_bytes: int,
         *,
         files: FileSystemCalls | None = None,

@@ -127,7 +127,7 @@ class FileSystemCalls:
             raise
         return fd
 
-    def now(self) -> float:
+    def mtime_now(self) -> float:
         """Return the clock of mtimes, seconds since the epoch. Compare it with mtimes only."""
         return time.time()
 

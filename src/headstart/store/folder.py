@@ -18,7 +18,7 @@ from headstart.core.cache.block_store import BlockKey
 from headstart.core.cache.hashing import BlockHash
 from headstart.store import segment as segments
 from headstart.store.files import FileEntry, FileSystemCalls
-from headstart.store.format import MAX_SLOTS, BlockShape, FormatError, SegmentHeader
+from headstart.store.format import MAX_SLOTS, FormatError, SegmentHeader, StoredBlockFormat
 from headstart.store.segment import Segment, segment_id
 
 TOUCH_SECONDS = 1.0
@@ -68,7 +68,7 @@ class SlotIndex:
         with self._lock:
             self._segments[segment.number] = segment
             location = segment.number * MAX_SLOTS + len(segment.block_hashes)
-            segment.note(block_hashes)
+            segment.add_block_hashes(block_hashes)
             for block_hash in block_hashes:
                 if block_hash and self._where.setdefault(block_hash, location) != location:
                     self._copies.setdefault(block_hash, []).append(location)
@@ -106,7 +106,7 @@ class SlotIndex:
             )
             return [(self._segments[number], slot) for number, slot in (divmod(at, MAX_SLOTS) for at in locations)]
 
-    def forget(self, block_hash: bytes, segment: Segment, slot: int) -> None:
+    def remove_location(self, block_hash: bytes, segment: Segment, slot: int) -> None:
         """Remove one location of a block. Others may remain."""
         with self._lock:
             self._forget(block_hash, segment, slot)
@@ -170,7 +170,7 @@ class SegmentFolder:
     """The segment files of a folder. All methods except `touch` are for one thread at a time."""
 
     def __init__(
-        self, path: Path, shape: BlockShape, files: FileSystemCalls, index: SlotIndex, clock: Callable[[], float]
+        self, path: Path, shape: StoredBlockFormat, files: FileSystemCalls, index: SlotIndex, clock: Callable[[], float]
     ) -> None:
         self.path, self._shape, self._files, self._index, self._clock = path, shape, files, index, clock
         self.known: dict[str, Segment] = {}  # segments of this shape, by file name
@@ -195,7 +195,7 @@ class SegmentFolder:
             mtime = self._files.stat(self.path).mtime
         now = self._clock()
         if mtime != self._mtime or now - self._changed_at < LIST_SECONDS:
-            self.list()
+            self.scan()
             if mtime != self._mtime:
                 self._mtime, self._changed_at = mtime, now
         for segment in list(self.known.values()):
@@ -203,7 +203,7 @@ class SegmentFolder:
                 self._read_more(segment)
         self.measure()
 
-    def list(self) -> dict[str, FileEntry]:
+    def scan(self) -> dict[str, FileEntry]:
         """Find new and vanished files. Return all that count as segments, of any shape. Raises OSError."""
         found = {entry.name: entry for entry in self._files.list(self.path) if segment_id(entry.name) is not None}
         entries = {name: entry for name, entry in found.items() if entry.is_safe}
@@ -223,7 +223,7 @@ class SegmentFolder:
         self.measure()
         return entries
 
-    def begin(self, path: Path, header: SegmentHeader) -> Segment:
+    def add_own_segment(self, path: Path, header: SegmentHeader) -> Segment:
         """Add a segment that this process has begun to write. Its content is known from writing it."""
         segment = self._new_segment(path, header, header.payload_start)
         segment.is_sealed = True
@@ -254,7 +254,7 @@ class SegmentFolder:
 
     def delete_abandoned_files(self) -> None:
         """Delete files whose writers were killed before naming them. Raises OSError."""
-        now = self._files.now()
+        now = self._files.mtime_now()
         for entry in self._files.list(self.path):
             if segments.is_headerless_segment(entry.name) and entry.is_safe and now - entry.mtime > STALE_SECONDS:
                 with contextlib.suppress(FileNotFoundError):
@@ -274,7 +274,7 @@ class SegmentFolder:
                 self._reject(entry, "other shape")
                 return
             segment = self._new_segment(path, header, entry.num_bytes)
-            block_hashes, num_bad = segments.read_block_hashes(self._files, segment)
+            block_hashes, num_bad = segments.read_new_block_hashes(self._files, segment)
             is_cut = segments.is_truncated(self._files, segment)
         except FileNotFoundError:
             return
@@ -292,7 +292,7 @@ class SegmentFolder:
 
     def _read_more(self, segment: Segment) -> None:
         try:
-            block_hashes, num_bad = segments.read_block_hashes(self._files, segment)
+            block_hashes, num_bad = segments.read_new_block_hashes(self._files, segment)
         except FileNotFoundError:
             self.drop_missing_file(segment.path.name)
         except OSError as error:

@@ -44,7 +44,7 @@ class FormatError(Exception):
         self.reason: Reason = reason
 
 
-class BlockShape(NamedTuple):
+class StoredBlockFormat(NamedTuple):
     """The common properties of all blocks in one segment: the model, tokens per block, and bytes per block."""
 
     fingerprint: bytes  # 32 bytes
@@ -59,7 +59,7 @@ class BlockShape(NamedTuple):
 class SegmentHeader(NamedTuple):
     """One segment: the shape of its blocks, how many it can hold, and its id, 8 random bytes."""
 
-    shape: BlockShape
+    shape: StoredBlockFormat
     num_slots: int
     segment_id: bytes
 
@@ -103,7 +103,7 @@ class BlockEntry(NamedTuple):
     payload_checksum: bytes
 
 
-class BlockHashes(NamedTuple):
+class TableBlockHashes(NamedTuple):
     """The block hashes in part of a table. Torn, damaged, discarded and empty entries have none."""
 
     by_slot: list[bytes]  # up to the last non-empty slot; b"": nothing to load
@@ -136,7 +136,7 @@ def decode_header(raw: bytes, segment_id: bytes) -> SegmentHeader:
         raise FormatError("version")
     if xxh3_128_digest(raw[:-_CHECKSUM_BYTES]) != raw[-_CHECKSUM_BYTES:]:
         raise FormatError("checksum")
-    header = SegmentHeader(BlockShape(fingerprint, block_size, block_bytes), num_slots, own)
+    header = SegmentHeader(StoredBlockFormat(fingerprint, block_size, block_bytes), num_slots, own)
     said = (header_bytes, entry_bytes, payload_start)
     if not header.is_plausible() or said != (HEADER_BYTES, header.shape.entry_bytes, header.payload_start):
         raise FormatError("lengths")
@@ -179,7 +179,7 @@ def decode_entry(header: SegmentHeader, slot: int, raw: bytes) -> BlockEntry:
     return BlockEntry(key, raw[tokens_end:-_CHECKSUM_BYTES])
 
 
-def decode_block_hashes(header: SegmentHeader, first: int, table: bytes) -> BlockHashes:
+def decode_block_hashes(header: SegmentHeader, first: int, table: bytes) -> TableBlockHashes:
     """Return the block hashes in a piece of the table that begins at slot `first`. A partial last entry is skipped."""
     size, empty = header.shape.entry_bytes, bytes(header.shape.entry_bytes)
     usable = _ENTRY_MAGIC + bytes([_STORED, 0, 0, 0])
@@ -201,7 +201,7 @@ def decode_block_hashes(header: SegmentHeader, first: int, table: bytes) -> Bloc
             elif raw[: len(_ENTRY_MAGIC)] != _ENTRY_MAGIC or raw[len(_ENTRY_MAGIC)] != _DISCARDED:
                 bad.append(place)
         block_hashes.append(block_hash)
-    return BlockHashes(block_hashes[:end], sorted(bad + [hole for hole in holes if hole < end]))
+    return TableBlockHashes(block_hashes[:end], sorted(bad + [hole for hole in holes if hole < end]))
 
 
 def _seed(header: SegmentHeader, slot: int) -> int:

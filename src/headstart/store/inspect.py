@@ -11,7 +11,7 @@ from pathlib import Path
 
 from headstart.store import segment as segments
 from headstart.store.files import FileEntry, FileSystemCalls
-from headstart.store.format import BlockShape, FormatError
+from headstart.store.format import FormatError, StoredBlockFormat
 from headstart.store.segment import Segment
 
 READ_BYTES = 8 << 20
@@ -23,7 +23,7 @@ Progress = Callable[[int, int], None]
 class ShapeStats:
     """All segments of one model and block size. Times are seconds since the epoch."""
 
-    shape: BlockShape
+    shape: StoredBlockFormat
     num_segments: int = 0
     num_blocks: int = 0  # a block that is stored twice counts twice
     num_bytes: int = 0
@@ -57,7 +57,7 @@ class VerifyReport:
 def stat_folder(folder: Path, files: FileSystemCalls | None = None) -> FolderStats:
     """Count the content of a folder, from headers and tables alone. Raises OSError for an unreadable folder."""
     files = files or FileSystemCalls()
-    found, by_shape = FolderStats(), dict[BlockShape, ShapeStats]()
+    found, by_shape = FolderStats(), dict[StoredBlockFormat, ShapeStats]()
     for entry in _segment_files(files, folder):
         segment, bad = _open(files, folder, entry)
         found.odd.update(bad)
@@ -128,7 +128,7 @@ def _open(files: FileSystemCalls, folder: Path, entry: FileEntry) -> tuple[Segme
         return None, Counter(["unsafe"])
     try:
         segment = Segment(0, path, segments.read_header(files, path, own_id), entry.num_bytes)
-        num_bad = segments.read_all_block_hashes(files, segment)
+        num_bad = segments.add_all_block_hashes(files, segment)
         is_cut = segments.is_truncated(files, segment)
     except FileNotFoundError:
         return None, Counter()  # evicted just now

@@ -46,7 +46,7 @@ class Segment:
     def is_full(self) -> bool:
         return len(self.block_hashes) == self.header.num_slots
 
-    def note(self, block_hashes: list[bytes]) -> None:
+    def add_block_hashes(self, block_hashes: list[bytes]) -> None:
         """Add the block hashes of the next slots."""
         self.block_hashes += block_hashes
         self.uses.frombytes(bytes(len(block_hashes) * self.uses.itemsize))
@@ -87,7 +87,7 @@ def read_header(files: FileSystemCalls, path: Path, own_id: bytes) -> SegmentHea
         files.close(fd)
 
 
-def read_block_hashes(files: FileSystemCalls, segment: Segment) -> tuple[list[bytes], int]:
+def read_new_block_hashes(files: FileSystemCalls, segment: Segment) -> tuple[list[bytes], int]:
     """Return the block hashes written since the last call, and the number of damaged entries.
 
     Stops before the first damaged entry unless it was damaged at an earlier call: its writer may be writing it.
@@ -119,12 +119,12 @@ def read_block_hashes(files: FileSystemCalls, segment: Segment) -> tuple[list[by
     return block_hashes, num_bad
 
 
-def read_all_block_hashes(files: FileSystemCalls, segment: Segment) -> int:
+def add_all_block_hashes(files: FileSystemCalls, segment: Segment) -> int:
     """Add all block hashes in the file now; return the number of damaged entries. Raises OSError."""
     num_bad = num_idle = 0
     while num_idle < 2:
-        block_hashes, more_bad = read_block_hashes(files, segment)
-        segment.note(block_hashes)
+        block_hashes, more_bad = read_new_block_hashes(files, segment)
+        segment.add_block_hashes(block_hashes)
         num_bad += more_bad
         num_idle = 0 if block_hashes else num_idle + 1
     return num_bad
@@ -251,7 +251,7 @@ class SegmentWriter:
         entries = [BlockEntry(key, format.payload_checksum(payload)) for key, payload in blocks]
         table = b"".join(format.encode_entry(header, slot + place, entry) for place, entry in enumerate(entries))
         offset = header.payload_offset(slot)
-        if not self._direct.write(data, offset):
+        if not self._direct.try_write(data, offset):
             write_all_buffers(self._files, self._fd, data, offset)
         self.num_blocks = header.num_slots
         write_all_buffers(self._files, self._fd, [table], header.entry_offset(slot))

@@ -68,13 +68,13 @@ class PendingOffers:
         place[block_hash] = offer
         return self._drop(len(self) - self._max_blocks, self._places)
 
-    def touch(self, block_hashes: Iterable[BlockHash]) -> None:
+    def mark_used(self, block_hashes: Iterable[BlockHash]) -> None:
         """Mark blocks as used."""
         for block_hash in block_hashes:
             if (offer := self._rest.pop(block_hash, None)) is not None:
                 self._used[block_hash] = offer
 
-    def keep(self, block_hashes: Container[BlockHash]) -> None:
+    def set_pinned(self, block_hashes: Container[BlockHash]) -> None:
         """Set the pinned blocks: these, and only these."""
         self._kept = block_hashes
         for place in (self._used, self._rest):
@@ -184,16 +184,16 @@ class BlockWriter:
         else:
             self._num_refused += 1
 
-    def touch(self, block_hashes: Sequence[BlockHash]) -> None:
+    def mark_used(self, block_hashes: Sequence[BlockHash]) -> None:
         """Mark blocks as used. From any thread."""
         if len(self._inbox) < MAX_PENDING:
             self._inbox.append(_Touch(block_hashes))
 
-    def keep(self, block_hashes: frozenset[BlockHash]) -> None:
+    def set_pinned(self, block_hashes: frozenset[BlockHash]) -> None:
         """Set the pinned blocks: these, and only these."""
         self._inbox.append(_Keep(block_hashes))
 
-    def forget(self, block_hashes: Sequence[BlockHash] | None) -> int:
+    def queue_discard(self, block_hashes: Sequence[BlockHash] | None) -> int:
         """Order to drop these, or all; executed once `num_settled` has reached the returned number."""
         self._num_orders += 1
         self._inbox.append(_Forget(self._num_orders, block_hashes))
@@ -220,7 +220,7 @@ class BlockWriter:
         """The number of times that either side stopped working."""
         return self.health.num_degraded + self.folder_health.num_degraded
 
-    def degraded(self, now: float) -> list[str]:
+    def fault_descriptions(self, now: float) -> list[str]:
         """Return descriptions of the current faults."""
         found = [health.text for health in (self.health, self.folder_health) if health.text]
         if now - self._busy_since > OVERDUE_SECONDS:
@@ -244,7 +244,7 @@ class BlockWriter:
             pass
         self._lost["closing"] += self._pending.clear()
 
-    def run_when_late(self) -> None:
+    def run_late_rounds(self) -> None:
         """Run rounds at the priority of the caller while a block has waited for LATE_SECONDS, until `stop`."""
         while self._end_at is None:
             is_late = self.pending_seconds(self._clock()) >= LATE_SECONDS and not self.health.reason
@@ -302,11 +302,11 @@ class BlockWriter:
                         self._lost["overload"] += self._pending.add(offer)
                     self._num_read += 1
                 case _Touch(block_hashes):
-                    self._pending.touch(block_hashes)
+                    self._pending.mark_used(block_hashes)
                     used += block_hashes
                 case _Keep(block_hashes):
                     self._kept, self._renew_at = block_hashes, float("-inf")
-                    self._pending.keep(block_hashes)
+                    self._pending.set_pinned(block_hashes)
                 case _Forget(_, block_hashes) as forget:
                     self._pending.clear() if block_hashes is None else self._pending.remove(block_hashes)
                     self._forgets.append(forget)

@@ -66,7 +66,7 @@ def overlap_sessions(trace: Trace, at_once: int, stretch: float = 1.0) -> Trace:
     """
     sessions: dict[str, list[TracedRequest]] = {}
     for request in trace.requests:
-        sessions.setdefault(request.root, []).append(request)
+        sessions.setdefault(request.root_session, []).append(request)
     if "" in sessions:
         raise ConfigError(f"a trace of the kind {trace.kind!r} has no sessions that could overlap")
     slots: list[tuple[float, int, tuple[int, ...]]] = [(0.0, slot, ()) for slot in range(at_once)]

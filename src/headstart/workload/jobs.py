@@ -11,7 +11,7 @@ from headstart.common_prefix import common_prefix_length
 
 
 @dataclass(frozen=True, slots=True)
-class JobSampling:
+class TokenSampling:
     """The sampling of a job's tokens. `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 are no limits."""
 
     temperature: float = 0.0
@@ -19,7 +19,7 @@ class JobSampling:
     top_k: int = 0
 
 
-GREEDY = JobSampling()
+GREEDY = TokenSampling()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Job:
     prompt: "array[int]"  # token ids
     output: int  # tokens
     at: float = 0.0  # seconds after the start at which it is due
-    sampling: JobSampling = GREEDY
+    sampling: TokenSampling = GREEDY
     after: tuple[int, ...] = ()  # indices of the jobs whose answers it needs: it is due a pause after the last of them
     pause: float = 0.0  # seconds
 
@@ -55,8 +55,8 @@ class JobDependencies:
         return found
 
 
-def make_jobs(
-    prompts: "Iterable[array[int]]", output: int, due: Sequence[float] | None = None, sampling: JobSampling = GREEDY
+def jobs_from_prompts(
+    prompts: "Iterable[array[int]]", output: int, due: Sequence[float] | None = None, sampling: TokenSampling = GREEDY
 ) -> list[Job]:
     """Return one job per prompt; `due`: when each arrives, in seconds (None: all at once).
 
@@ -68,7 +68,7 @@ def make_jobs(
     return [Job(prompt, output, at, sampling) for prompt, at in zip(found, times, strict=True)]
 
 
-def perfect_cache_tokens(prompts: "Sequence[array[int]]") -> int:
+def perfect_cache_prefill_tokens(prompts: "Sequence[array[int]]") -> int:
     """Return the prefill tokens that a perfect, infinite cache computes for these prompts in order, starting empty.
 
     Every distinct prefix once, token by token; of a prompt that an earlier one contains, its last token, which yields

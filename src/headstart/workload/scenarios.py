@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from headstart.workload.jobs import GREEDY, Job, JobSampling, make_jobs
+from headstart.workload.jobs import GREEDY, Job, TokenSampling, jobs_from_prompts
 from headstart.workload.synthetic import INTENT, RequestShape, prompts_with_prefix, random_tokens
 from headstart.workload.synthetic import rotations as rotated
 from headstart.workload.synthetic import shared_prefix as shared_prompts
@@ -50,11 +50,11 @@ FIRST_TOKEN = RequestShape(INTENT.shared, INTENT.own, output=1)
 STREAMS = RequestShape(shared=1024, own=16, output=128)  # decode
 
 
-def rotations(
+def rotations_scenario(
     vocab_size: int, rng: Random, *, count: int = 48, length: int = 1025, passes: int = 1
 ) -> WorkloadScenario:
     """Rotations of one list of tokens (vLLM #3402), all at once, one output token: `cold`, then the same `warm`."""
-    jobs = tuple(make_jobs(rotated(random_tokens(length, vocab_size, rng), count), 1))
+    jobs = tuple(jobs_from_prompts(rotated(random_tokens(length, vocab_size, rng), count), 1))
     return WorkloadScenario(
         "rotations", (WorkloadPhase("cold", jobs), *(WorkloadPhase("warm", jobs) for _ in range(passes)))
     )
@@ -85,7 +85,7 @@ def warm_ttft_scenario(
     return WorkloadScenario("warm-ttft", (before, asked))
 
 
-def prefill(
+def prefill_scenario(
     vocab_size: int, rng: Random, *, lengths: Sequence[int], cached_share: float = 0.9, requests: int = 3
 ) -> WorkloadScenario:
     """For each length: `cold LENGTH`, new prompts one at a time; `warm LENGTH`, of which `cached_share` is cached."""
@@ -99,14 +99,14 @@ def prefill(
     return WorkloadScenario("prefill", tuple(phases))
 
 
-def decode(
+def decode_scenario(
     vocab_size: int,
     rng: Random,
     *,
     is_shared: bool,
     streams: int = 32,
     shape: RequestShape = STREAMS,
-    sampling: JobSampling = GREEDY,
+    sampling: TokenSampling = GREEDY,
 ) -> WorkloadScenario:
     """Streams that decode at once with cached prefixes: one for all, or one for each."""
     count = 1 if is_shared else streams
@@ -114,11 +114,11 @@ def decode(
     before = [prefix + random_tokens(shape.own, vocab_size, rng) for prefix in prefixes]
     prompts = [prefixes[i % count] + random_tokens(shape.own, vocab_size, rng) for i in range(streams)]
     name = "shared" if is_shared else "distinct"
-    jobs = make_jobs(prompts, shape.output, sampling=sampling)
+    jobs = jobs_from_prompts(prompts, shape.output, sampling=sampling)
     return WorkloadScenario(f"decode-{name}", (_warm_up(before), WorkloadPhase(name, tuple(jobs))))
 
 
-def shared_prefix(
+def shared_prefix_scenario(
     vocab_size: int,
     rng: Random,
     *,
@@ -135,7 +135,7 @@ def shared_prefix(
     found = shared_prompts(groups, prompts, shape, vocab_size, rng)
     rng.shuffle(found)
     return WorkloadScenario(
-        "shared-prefix", (WorkloadPhase("cold", tuple(make_jobs(found, shape.output, due)), concurrency),)
+        "shared-prefix", (WorkloadPhase("cold", tuple(jobs_from_prompts(found, shape.output, due)), concurrency),)
     )
 
 
@@ -144,10 +144,12 @@ def shared_burst_scenario(
 ) -> WorkloadScenario:
     """A burst of requests with one new prefix."""
     found = prompts_with_prefix(random_tokens(shape.shared, vocab_size, rng), requests, shape.own, vocab_size, rng)
-    return WorkloadScenario("twins", (WorkloadPhase("cold", tuple(make_jobs(found, shape.output))),))
+    return WorkloadScenario("twins", (WorkloadPhase("cold", tuple(jobs_from_prompts(found, shape.output))),))
 
 
-def intent(vocab_size: int, rng: Random, *, shape: RequestShape = INTENT, requests: int = 8) -> WorkloadScenario:
+def intent_scenario(
+    vocab_size: int, rng: Random, *, shape: RequestShape = INTENT, requests: int = 8
+) -> WorkloadScenario:
     """Intent recognition (PrefixCacheManager, blog) without load: requests with one cached prefix, one at a time."""
     prompts = prompts_with_prefix(
         random_tokens(shape.shared, vocab_size, rng), requests + 2, shape.own, vocab_size, rng
@@ -164,7 +166,9 @@ def poisson_intent_scenario(
     """
     prompts = prompts_with_prefix(prefix, len(due), shape.own, vocab_size, rng)
     warm = _warm_up(prompts_with_prefix(prefix, 1, shape.own, vocab_size, rng))
-    return WorkloadScenario("poisson", (warm, WorkloadPhase("load", tuple(make_jobs(prompts, shape.output, due)))))
+    return WorkloadScenario(
+        "poisson", (warm, WorkloadPhase("load", tuple(jobs_from_prompts(prompts, shape.output, due))))
+    )
 
 
 def _new(count: int, length: int, vocab_size: int, rng: Random) -> "list[array[int]]":
@@ -172,7 +176,7 @@ def _new(count: int, length: int, vocab_size: int, rng: Random) -> "list[array[i
 
 
 def _one_at_a_time(name: str, prompts: "Sequence[array[int]]", output: int) -> WorkloadPhase:
-    return WorkloadPhase(name, tuple(make_jobs(prompts, output)), concurrency=1)
+    return WorkloadPhase(name, tuple(jobs_from_prompts(prompts, output)), concurrency=1)
 
 
 def _warm_up(prompts: "Sequence[array[int]]") -> WorkloadPhase:
@@ -180,4 +184,4 @@ def _warm_up(prompts: "Sequence[array[int]]") -> WorkloadPhase:
 
     Two output tokens: some engines publish no blocks of a request that ends with its first token.
     """
-    return WorkloadPhase("warm-up", tuple(make_jobs(prompts, 2)), concurrency=1, is_measured=False)
+    return WorkloadPhase("warm-up", tuple(jobs_from_prompts(prompts, 2)), concurrency=1, is_measured=False)

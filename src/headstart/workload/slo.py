@@ -47,7 +47,7 @@ class Slo:
         """Return the share of requests that met it, 0..1; failed ones did not. 1 if there are none."""
         return sum(self.is_met(record) for record in records) / len(records) if records else 1.0
 
-    def holds(self, records: Sequence[RequestRecord], share: float = SHARE) -> bool:
+    def is_met_at_percentile(self, records: Sequence[RequestRecord], share: float = SHARE) -> bool:
         """Return whether all succeeded and that percentile (the 90th) of every limited latency is within its limit."""
         if not all(record.ok for record in records):
             return False

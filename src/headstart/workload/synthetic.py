@@ -51,7 +51,7 @@ def prompts_with_prefix(
     return [prefix + random_tokens(own, vocab_size, rng) for _ in range(prompts)]
 
 
-def unit_rate_arrivals(count: int, rng: Random) -> list[float]:
+def unit_poisson_arrivals(count: int, rng: Random) -> list[float]:
     """Return arrival times of a Poisson process of one request per second, the first after one gap.
 
     Divide by a rate to get that rate: the same draw then serves every rate of a search, and every engine in it.
@@ -63,4 +63,4 @@ def poisson_arrivals(rate: float, count: int, rng: Random) -> list[float]:
     """Return `count` arrival times in seconds of a Poisson process of `rate` requests per second."""
     if rate <= 0:
         raise ValueError(f"rate is {rate}; it must be above 0 requests per second")
-    return [time / rate for time in unit_rate_arrivals(count, rng)]
+    return [time / rate for time in unit_poisson_arrivals(count, rng)]

@@ -49,7 +49,7 @@ class TracedRequest:
     pause: float = 0.0  # seconds after the last of these: think time, or that of a tool
 
     @property
-    def root(self) -> str:
+    def root_session(self) -> str:
         """The session that the request belongs to, also if a sub-agent sends it."""
         return self.parent or self.session
 
@@ -74,12 +74,12 @@ class Trace:
         """
         if not longest:
             return self
-        long = {request.root for request in self.requests if request.length > longest}
+        long = {request.root_session for request in self.requests if request.length > longest}
         is_whole = self.kind == "sessions"
         kept = tuple(
             request
             for request in self.requests
-            if (request.root not in long if is_whole else request.length <= longest)
+            if (request.root_session not in long if is_whole else request.length <= longest)
         )
         if not kept:
             raise ConfigError(f"no prompt of the trace has {longest} tokens or less")
@@ -101,7 +101,7 @@ class Trace:
         ]
         return replace(self, requests=tuple(kept), block_size=self.block_size // divisor)
 
-    def factor(self, max_prompt_tokens: int) -> float:
+    def fitting_length_factor(self, max_prompt_tokens: int) -> float:
         """Return the factor that scales the longest prompt to at most so many tokens; 0: no limit."""
         longest = max(request.length for request in self.requests)
         return min(max_prompt_tokens / longest, 1.0) if max_prompt_tokens else 1.0

@@ -114,7 +114,16 @@ def run_case(
     parts = allocate_partial_results(max(1, layout.num_parts), case.heads, kvs, dim, out.device)
     parts.out.fill_(float("nan")), parts.lse.fill_(float("nan"))
     kv = (case.kv[:, 0], case.kv[:, 1])
-    common = (queries, kv, out, parts, meta, meta[layout.positions :], meta[layout.singles_offset :], case.scoring)
+    common = (
+        queries,
+        kv,
+        out,
+        parts,
+        meta,
+        meta[layout.positions_offset :],
+        meta[layout.singles_offset :],
+        case.scoring,
+    )
     wide = planner.split if exact else 0
     launch_attention(*common, TileShape(single_rows, tile_keys), single=True, programs=programs, split=wide)
     if layout.num_tiles:
@@ -125,7 +134,7 @@ def run_case(
             parts,
             out,
             meta[layout.merged_tokens_offset :][: layout.merged],
-            meta[layout.firsts_offset :],
+            meta[layout.first_parts_offset :],
             case.scoring.sinks,
         )
     return layout, out

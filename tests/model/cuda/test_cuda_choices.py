@@ -10,8 +10,8 @@ from headstart.core.errors import ConfigError
 from headstart.model.cuda.cuda_kv import CudaKV
 from headstart.model.cuda.step_graphs import GraphKey, StepGraphs, longest_graph_tokens
 from headstart.model.kernels.library import find_kernels
-from headstart.model.paged_kv import KVShape
-from headstart.model.weights.model_loader import load_model, runs_on_cuda
+from headstart.model.paged_kv import TokenKVShape
+from headstart.model.weights.model_loader import load_model, uses_cuda_executor
 
 CUDA = torch.device("cuda")
 
@@ -19,10 +19,12 @@ CUDA = torch.device("cuda")
 def test_plain_weights_of_our_decoder_run_on_the_executor_of_a_gpu(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path)
     plain = load_model(folder, dtype="float32", device="cpu", linear_dispatch="torch").model
-    assert runs_on_cuda(plain, CUDA, "triton")
-    assert not runs_on_cuda(plain, CUDA, "reference") and not runs_on_cuda(plain, torch.device("cpu"), "triton")
+    assert uses_cuda_executor(plain, CUDA, "triton")
+    assert not uses_cuda_executor(plain, CUDA, "reference") and not uses_cuda_executor(
+        plain, torch.device("cpu"), "triton"
+    )
     quantised = load_model(folder, dtype="float32", device="cpu", linear_dispatch="torch", quantization="int8").model
-    assert not runs_on_cuda(quantised, CUDA, "triton")
+    assert not uses_cuda_executor(quantised, CUDA, "triton")
 
 
 def test_batch_invariance_is_promised_only_where_it_is_kept(tmp_path: Path) -> None:
@@ -41,9 +43,9 @@ def test_steps_get_graphs_while_launching_takes_longer_than_computing(
 
 
 def test_a_step_takes_the_smallest_graph_with_room() -> None:
-    kv = CudaKV(KVShape(1, 1, 16), num_blocks=2, block_size=16, dtype=torch.float32, device=torch.device("cpu"))
+    kv = CudaKV(TokenKVShape(1, 1, 16), num_blocks=2, block_size=16, dtype=torch.float32, device=torch.device("cpu"))
     graphs = StepGraphs(kv, max_rows=20, max_tokens=64)
-    keys = graphs.keys()
+    keys = graphs.keys_to_capture()
     assert keys[0] == GraphKey("mixed", 64, 64) and GraphKey("decodes", 20, 0) in keys
     assert graphs.find_padded_key("decodes", 5, 0) is None  # nothing is captured yet
     for key in keys:

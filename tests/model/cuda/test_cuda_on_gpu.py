@@ -13,7 +13,7 @@ from headstart.model.cuda.cuda_runner import CudaRunner
 from headstart.model.cuda.step_graphs import GraphKey
 from headstart.model.cuda.triton_layers import batch_invariant_matmul
 from headstart.model.model_runner import ModelRunner
-from headstart.model.weights.model_loader import LoadedModel, load_model, runs_on_cuda
+from headstart.model.weights.model_loader import LoadedModel, load_model, uses_cuda_executor
 from headstart.workload.synthetic import random_tokens, rotations
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +33,7 @@ def make_runner(loaded: LoadedModel, *, graphs: bool = True) -> CudaRunner:
 def test_tokens_in_float32_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
     folder = make_checkpoint(family, tmp_path)
     there, here = (load_model(folder, dtype="float32", device=device) for device in ("cpu", "cuda"))
-    assert runs_on_cuda(here.model, here.device, here.attention_backend)
+    assert uses_cuda_executor(here.model, here.device, here.attention_backend)
     requests = random_requests(there.vocab_size, 60, Random(3), tokens=8)
     expected = drive(ModelRunner(there, num_blocks=600, block_size=16), requests)
     assert drive(make_runner(here), requests) == expected

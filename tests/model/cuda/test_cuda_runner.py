@@ -124,7 +124,7 @@ def test_launches_of_a_layer(
 ) -> None:
     runner, launches = make_runner(llama), list[str]()
     for module, names in (
-        (decoder_pass.triton_attention, ("launch_attention", "launch_single_token_attention", "merge_partial_results")),
+        (decoder_pass.triton_attention, ("launch_attention", "launch_single_token_step", "merge_partial_results")),
         (decoder_pass.triton_layers, ("add_rms_norm", "silu_mul", "matvec", "embed_tokens")),
         (decoder_pass, ("rotate_and_append_kv",)),
         (decoder_pass.F, ("linear",)),
@@ -193,14 +193,14 @@ def test_a_row_that_the_host_samples_again_is_continued_with_its_token(
     expected = runner.execute(Batch((first,))).rows[0].token_ids[0]
     other = (expected + 1) % llama.vocab_size
     again = make_runner(llama)
-    kept, chosen = again.sampler.rows, [other]
+    kept, chosen = again.sampler.collect_results, [other]
 
     def rows(*arguments: Any) -> list[RowResult]:
         """Return another token for the first row that is asked for."""
         found = kept(*arguments)
         return [found[0]._replace(token_ids=(chosen.pop(),))] if chosen else found
 
-    monkeypatch.setattr(again.sampler, "rows", rows)
+    monkeypatch.setattr(again.sampler, "collect_results", rows)
     handle = again.submit(Batch((first,)))
     second = again.submit(Batch((_decode(first, [], 0, 0),)))
     assert again.collect(handle).rows[0].token_ids == (other,)

@@ -74,7 +74,7 @@ def launched(device: DeviceSampler, logits: Tensor, chunks: Sequence[Chunk]) -> 
 
 def sample(device: DeviceSampler, logits: Tensor, chunks: Sequence[Chunk]) -> list[RowResult]:
     answer, staged = launched(device, logits, chunks)
-    return device.rows(answer, staged, chunks, logits)
+    return device.collect_results(answer, staged, chunks, logits)
 
 
 def random_params(rng: Random, vocab: int) -> SamplingParams:
@@ -191,7 +191,7 @@ def test_logits_of_half_the_size_give_the_same_tokens(dtype: torch.dtype) -> Non
 def test_greedy_step_is_one_maximum_and_two_copies() -> None:
     device = DeviceSampler(50)
     staged = device.stage([chunk_of(GREEDY)] * 4, ROOM)
-    assert staged == StagedParams(4) and not staged.may_sample_again
+    assert staged == StagedParams(4) and not staged.needs_logits_kept
     logits, params = torch.randn(4, 50), torch.empty(0, dtype=torch.int32)
     with Watch() as watch:
         device.launch(logits, params, staged)
@@ -286,7 +286,7 @@ def test_row_planned_ahead_is_sampled_as_if_its_last_token_had_been_known(params
     for _ in range(2):  # the second time nothing is sampled again
         answer, staged = launched(device, logits, [ahead])
         history += array("i", [9, 7, 7])  # what the scheduler does before the step is collected
-        assert device.rows(answer, staged, [ahead], logits) == Sampler(5000).sample(logits, [known])
+        assert device.collect_results(answer, staged, [ahead], logits) == Sampler(5000).sample(logits, [known])
         del history[-3:]
 
 
@@ -322,9 +322,9 @@ def test_step_whose_parameters_do_not_fit_is_sampled_on_the_host() -> None:
     needed = device.stage(chunks, ROOM).used
     small = np.full(needed - 1, 7, np.int32)
     staged = device.stage(chunks, small)
-    assert staged.used == 0 and staged.redo == {0, 1} and (small == 7).all() and staged.may_sample_again
+    assert staged.used == 0 and staged.redo == {0, 1} and (small == 7).all() and staged.needs_logits_kept
     answer = device.launch(logits, torch.from_numpy(small[:0]), staged).numpy()
-    assert device.rows(answer, staged, chunks, logits) == Sampler(50).sample(logits, chunks)
+    assert device.collect_results(answer, staged, chunks, logits) == Sampler(50).sample(logits, chunks)
     assert device.stage(chunks, np.empty(needed, np.int32)).used == needed
 
 
@@ -488,7 +488,7 @@ def test_gpu_samples_the_tokens_of_the_cpu_without_a_sync() -> None:
             answer = device.launch(ours, params, staged)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        found = device.rows(answer.cpu().numpy(), staged, chunks, ours)
+        found = device.collect_results(answer.cpu().numpy(), staged, chunks, ours)
         differ += sum(one.token_ids != two.token_ids for one, two in zip(expected, found, strict=True))
         count += len(chunks)
         for one in (device, oracle):

@@ -11,10 +11,10 @@ from headstart.core.request import SamplingParams
 from headstart.model.cuda.cuda_runner import _step_rows
 from headstart.model.cuda.steady_decodes import SteadyDecodes
 from headstart.model.cuda.step_plan import Ints, StepArrayLayout, StepPlanner
-from headstart.model.step_inputs import StepBounds, pack_chunks
+from headstart.model.step_inputs import StepInputRanges, pack_chunks
 
 PAGE, SPLIT = 4, 16
-BOUNDS = StepBounds(num_blocks=400, block_size=PAGE, vocab_size=50, max_positions=120)
+BOUNDS = StepInputRanges(num_blocks=400, block_size=PAGE, vocab_size=50, max_positions=120)
 PLANNER = StepPlanner(page=PAGE, group=2, kv_heads=2, processors=8, max_parts=4096, split=SPLIT, exact=False)
 NONE = np.zeros(0, np.int32)
 

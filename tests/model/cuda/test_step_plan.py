@@ -43,7 +43,7 @@ def check(
         memory, rows, padded=padded, tile_rows=int(random.choice([16, 64, 128])), selected=selected.astype(np.int32),
         outputs=len(selected) + 3,
     )  # fmt: skip
-    firsts = memory[layout.firsts_offset :][: layout.merged + 1]
+    firsts = memory[layout.first_parts_offset :][: layout.merged + 1]
     merged = memory[layout.merged_tokens_offset :][: layout.merged].tolist()
     seen = [np.zeros(position + 1, np.int32) for position in rows.positions]
     filled = np.zeros(layout.num_parts, np.int32)

@@ -23,7 +23,7 @@ from headstart.model.attention import base
 from headstart.model.cuda import triton_backend
 from headstart.model.cuda.triton_backend import TritonAttention, TritonAttentionStep
 from headstart.model.model_runner import ModelRunner
-from headstart.model.paged_kv import KVShape
+from headstart.model.paged_kv import TokenKVShape
 from headstart.model.weights.model_loader import LoadedModel, load_model
 
 TINY: dict[str, Any] = {"heads": 4, "kv_heads": 2, "dim": 16, "backend": TritonAttention}
@@ -135,17 +135,20 @@ def test_a_chunk_may_read_what_another_one_of_the_step_writes(monkeypatch: pytes
 
 def test_room_for_partial_results_grows() -> None:
     cpu = torch.device("cpu")
-    backend = TritonAttention(KVShape(1, 2, 16), num_blocks=2, block_size=16, dtype=torch.float32, device=cpu)
-    first = backend.parts(1, 4)
-    assert backend.parts(len(first.out), 4) is first and backend.parts(1, 2) is not first
-    assert len(backend.parts(len(first.out) + 1, 4).out) > len(first.out)
+    backend = TritonAttention(TokenKVShape(1, 2, 16), num_blocks=2, block_size=16, dtype=torch.float32, device=cpu)
+    first = backend.reserve_partial_results(1, 4)
+    assert (
+        backend.reserve_partial_results(len(first.out), 4) is first
+        and backend.reserve_partial_results(1, 2) is not first
+    )
+    assert len(backend.reserve_partial_results(len(first.out) + 1, 4).out) > len(first.out)
 
 
 @pytest.mark.long
 def test_queries_keys_and_values_may_lie_anywhere() -> None:
     pools = Pools([20], **TINY)
     step, (q, k, v) = pools.step([0], [20]), pools.rows([0], [20])
-    due = pools.reference.begin(step)(1, q, k, v, scale=0.2)
+    due = pools.reference.begin_step(step)(1, q, k, v, scale=0.2)
     sliced = torch.cat((q, k, v), dim=1).split((4, 2, 2), dim=1)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     head_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
@@ -198,13 +201,13 @@ def test_a_step_is_planned_once_for_all_layers_and_copied_once(monkeypatch: pyte
     for name in ("append_kv", "launch_attention", "merge_partial_results"):
         monkeypatch.setattr(triton_backend, name, lambda *_, name=name, **__: launched.append(name))
     backend = TritonAttention(
-        KVShape(2, 2, 16), num_blocks=99, block_size=16, dtype=torch.float32, device=torch.device("cpu")
+        TokenKVShape(2, 2, 16), num_blocks=99, block_size=16, dtype=torch.float32, device=torch.device("cpu")
     )
     monkeypatch.setattr(backend.kv, "device", torch.device("meta"))  # a copy to it is seen, and holds no values
     pools, starts = shared_pools(split_tokens=32)
     step, rows = pools.step(starts, pools.lengths), [x.to("meta") for x in pools.rows(starts, pools.lengths)]
     with _Copies() as copies:
-        attend = backend.begin(step)
+        attend = backend.begin_step(step)
         attend(0, *rows, scale=1.0)
         attend(1, *rows, scale=1.0, window=20)
     assert copies.seen == ["_to_copy.default"]

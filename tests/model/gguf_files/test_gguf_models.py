@@ -16,7 +16,7 @@ from headstart.core.errors import ConfigError
 from headstart.model.kernels.library import find_kernels
 from headstart.model.kernels.packed import PackedLinear
 from headstart.model.layers.decoder import Decoder
-from headstart.model.setup.sizing import checkpoint_bytes
+from headstart.model.setup.sizing import loaded_weight_bytes
 from headstart.model.weights.checkpoint import ModelCheckpoint
 from headstart.model.weights.gguf.block_formats import FORMATS
 from headstart.model.weights.model_loader import load_model
@@ -215,7 +215,7 @@ def test_memory_is_that_of_the_unpacked_weights(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     oracle = write_gguf(path, kind="Q4_0", tie_word_embeddings=True)
     sizes = [parameter.numel() for parameter in oracle.parameters()]
-    assert checkpoint_bytes(path, dtype="float32") == 4 * sum(sizes)
+    assert loaded_weight_bytes(path, dtype="float32") == 4 * sum(sizes)
     matrices = sum(parameter.numel() for parameter in oracle.parameters() if parameter.ndim == 2)
     assert 0 <= load_model(path, dtype="float32").weight_bytes - 4 * matrices < 0.01 * 4 * matrices  # whole tiles
 

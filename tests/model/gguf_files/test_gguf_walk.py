@@ -16,7 +16,7 @@ from tokenizer_folders import BYTE_LEVEL, METASPACE
 from headstart.core.errors import ConfigError
 from headstart.gguf.gguf_reader import GGUFFile, TensorInfo, read_gguf
 from headstart.gguf.metadata import read_end_token_ids
-from headstart.gguf.tokenizer_json import gguf_tokenizer, special_tokens_by_name
+from headstart.gguf.tokenizer_json import gguf_tokenizer_json, special_tokens_by_name
 from headstart.model.weights.gguf.gguf_config import gguf_config
 from headstart.model.weights.gguf.gguf_names import hf_tensor_name
 from headstart.model.weights.model_loader import load_model
@@ -92,7 +92,7 @@ def write(path: Path, architecture: str, vocabulary: str = BYTE_LEVEL) -> GGUFFi
 
 
 def meaning(file: GGUFFile) -> list[Any]:
-    return [gguf_config(file), gguf_tokenizer(file), special_tokens_by_name(file), read_end_token_ids(file)]
+    return [gguf_config(file), gguf_tokenizer_json(file), special_tokens_by_name(file), read_end_token_ids(file)]
 
 
 @pytest.mark.parametrize(

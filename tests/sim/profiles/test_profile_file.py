@@ -75,7 +75,7 @@ def test_datasheet_profiles_are_labelled_and_plausible() -> None:
     assert found.cost.seconds(StepWork(streams=1)) == pytest.approx(
         REFERENCE.cost.seconds(StepWork(streams=1)), rel=0.8
     )
-    assert 200_000 < found.capacity < 400_000
+    assert 200_000 < found.num_kv_tokens < 400_000
     for model in MODELS:
         for gpu in GPUS:
             assert datasheet_profile(f"{model}@8x{gpu}").num_blocks > 64

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from headstart.core.cache.block_pool import BlockPool
-from headstart.core.cache.free_blocks import EVICTION_POLICIES
 from headstart.core.cache.hashing import BlockHash
+from headstart.core.cache.idle_blocks import EVICTION_POLICIES
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable
 from headstart.workload.belady import belady_hits, infinite_cache_hits

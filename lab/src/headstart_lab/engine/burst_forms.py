@@ -6,7 +6,7 @@ from random import Random
 
 from headstart.bench.suite import Build
 from headstart.core.errors import ConfigError
-from headstart.workload.jobs import make_jobs
+from headstart.workload.jobs import jobs_from_prompts
 from headstart.workload.scenarios import WorkloadPhase, WorkloadScenario
 from headstart.workload.synthetic import prompts_with_prefix, random_tokens
 
@@ -111,7 +111,7 @@ def twins(form: Form) -> Build:
 
     def build(vocab_size: int, rng: Random) -> WorkloadScenario:
         return WorkloadScenario(
-            "twins", (WorkloadPhase("cold", tuple(make_jobs(form.prompts(vocab_size, rng), form.output))),)
+            "twins", (WorkloadPhase("cold", tuple(jobs_from_prompts(form.prompts(vocab_size, rng), form.output))),)
         )
 
     return build

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.request import SamplingParams
 from headstart.core.sched.step_time import LEAST_TOKENS
-from headstart.measurement.inprocess import REAL, Clock, make_requests
+from headstart.measurement.inprocess import REAL, Clock, requests_from_prompts
 from headstart.measurement.machine import ContentionLog, measure_uncontended
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
@@ -99,8 +99,8 @@ def _stall(engine: Engine, vocab_size: int, config: StallConfig, rng: Random, cl
     """
     sampling = SamplingParams(max_tokens=_output(config), temperature=0.0)
     prompts = [random_tokens(config.context, vocab_size, rng) for _ in range(config.decodes)]
-    decodes = make_requests(prompts, sampling, "decode")
-    (cold,) = make_requests([random_tokens(config.prompt, vocab_size, rng)], sampling, "cold")
+    decodes = requests_from_prompts(prompts, sampling, "decode")
+    (cold,) = requests_from_prompts([random_tokens(config.prompt, vocab_size, rng)], sampling, "cold")
     assert engine.reset_prefix_cache(), "an idle engine did not clear its prefix cache"
     for request in decodes:
         engine.add_request(request)

@@ -17,11 +17,11 @@ from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.measurement.inprocess import RunResult, make_requests, run_requests
+from headstart.measurement.inprocess import RunResult, requests_from_prompts, run_requests
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable
 from headstart.workload.request_record import RequestRecord, percentile
-from headstart.workload.synthetic import random_tokens, unit_rate_arrivals
+from headstart.workload.synthetic import random_tokens, unit_poisson_arrivals
 from headstart_lab.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor
 
 BLOCK_SIZE = 16
@@ -84,7 +84,7 @@ def run_fairness(seed: int, config: FairnessConfig, bar: ProgressBar = QUIET) ->
     infinity = config.requests + len(traffic.warm_up) + 1  # only the first admission is of the oldest request
     bar.stage("capacity", config.requests // 4)
     rate = config.load * _capacity(config, traffic, bar)
-    traffic.due = [time / rate for time in unit_rate_arrivals(config.requests, Random(f"{seed}/arrivals"))]
+    traffic.due = [time / rate for time in unit_poisson_arrivals(config.requests, Random(f"{seed}/arrivals"))]
     served: list[_Served] = []
     for policy, k in (("fcfs", 1), *(("lpm", k) for k in (*sorted({*config.ks, DEFAULT_K}), infinity))):
         bar.stage(_label(policy, k, config.requests), config.requests)
@@ -104,8 +104,8 @@ def _make_traffic(config: FairnessConfig, rng: Random) -> _Traffic:
         else:
             prompts.append(rng.choice(hot) + random_tokens(config.prompt - config.shared, VOCAB_SIZE, rng))
     sampling = SamplingParams(max_tokens=config.output, temperature=0.0)
-    traffic.requests = make_requests(prompts, sampling, "r")
-    traffic.warm_up = make_requests(hot, SamplingParams(max_tokens=1, temperature=0.0), "warm")
+    traffic.requests = requests_from_prompts(prompts, sampling, "r")
+    traffic.warm_up = requests_from_prompts(hot, SamplingParams(max_tokens=1, temperature=0.0), "warm")
     return traffic
 
 

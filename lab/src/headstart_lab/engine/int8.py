@@ -24,7 +24,7 @@ from headstart.measurement.report import BenchmarkReport, ReportTable
 from headstart.measurement.runner import EngineSetup
 from headstart.model.model_runner import ModelRunner
 from headstart.model.setup.sizing import apply_threads
-from headstart.model.step_inputs import StepBounds, build_step_inputs
+from headstart.model.step_inputs import StepInputRanges, build_step_inputs
 from headstart.model.weights.model_loader import LoadedModel, load_model
 from headstart.workload.synthetic import random_tokens
 from headstart_lab.intent.intent import is_correct
@@ -126,10 +126,10 @@ def logits(loaded: LoadedModel, tokens: Sequence[int]) -> Tensor:
         num_prompt_tokens=len(ids),
         history=ids,
     )
-    bounds = StepBounds(num_blocks, BLOCK_SIZE, loaded.vocab_size, loaded.max_model_len)
+    bounds = StepInputRanges(num_blocks, BLOCK_SIZE, loaded.vocab_size, loaded.max_model_len)
     step, _, errors = build_step_inputs(Batch((chunk,)), bounds, loaded.device)
     assert step is not None and not errors, errors
-    return loaded.model.logits(loaded.model.forward(step, runner.attention.begin(step))).float()
+    return loaded.model.logits(loaded.model.forward(step, runner.attention.begin_step(step))).float()
 
 
 def _conversations(

@@ -19,7 +19,7 @@ from headstart.measurement.machine import ContentionMeter
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportTable, min_and_max
 from headstart.model.kernels.chain import ChainBuffers, ChainLink, LinearChain
-from headstart.model.kernels.library import KernelLibrary, loaded_kernels
+from headstart.model.kernels.library import KernelLibrary, kernels_in_use
 from headstart.model.kernels.packed import PackedLinear, PackedNorm
 from headstart.model.layers.linear import can_pack_weight
 from headstart.model.setup.sizing import apply_threads
@@ -62,7 +62,7 @@ def run_linears(config: LinearsConfig, bar: ProgressBar = QUIET) -> BenchmarkRep
     for count in config.rows:
         meter.start()
         times = _by_turns(model.passes(count), config.seconds)
-        others[str(count)] = meter.stop()
+        others[str(count)] = meter.measure_other_cores()
         for name, seconds in times.items():
             values[f"{name}.{count}"], bounds[f"{name}.{count}"] = median(seconds), min_and_max(seconds)
             rows.append((count, name, *_figures(model, count, name, seconds)))
@@ -92,7 +92,7 @@ class Layers:
         self.sizes = [(hidden, attended), (2 * wide, hidden), (hidden, wide), (heads, hidden)]
         self.num_weights = count * sum(rows * columns for rows, columns in self.sizes)
         weights = [[torch.randn(size).bfloat16() for size in self.sizes] for _ in range(count)]
-        found = loaded_kernels()
+        found = kernels_in_use()
         self.chains: dict[str, list[LinearChain]] = {}
         if found is not None:
             for name, int8 in (("ours", False), ("ours_int8", True)):
@@ -129,14 +129,14 @@ class Layers:
     def buffers(self, count: int) -> ChainBuffers:
         """Return the inputs and outputs of a chain: attention output, residual stream, gated rows, q/k/v heads."""
         buffers = ChainBuffers(count, self.widths)
-        buffers.fill(1, 2, 3)
+        buffers.allocate(1, 2, 3)
         buffers[0] = torch.randn(count, self.widths[0]).bfloat16()
         return buffers
 
 
 def ours(chains: list[LinearChain], buffers: ChainBuffers) -> Pass:
     """Return a function that runs all chains on the same buffers, from a residual stream of zeros."""
-    scratch = chains[0].scratch(buffers.count)
+    scratch = chains[0].allocate_scratch(buffers.count)
 
     def run() -> None:
         buffers[1].zero_()
@@ -179,7 +179,7 @@ def _figures(model: Layers, count: int, name: str, seconds: list[float]) -> tupl
 
 def _read_rate(threads: int) -> float | None:
     """Return the bytes per second of a plain memory read; None without kernels."""
-    found = loaded_kernels()
+    found = kernels_in_use()
     if found is None:
         return None
     memory = found.arena.take((READ_BYTES,), torch.uint8).fill_(1)

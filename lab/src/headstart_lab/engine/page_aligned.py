@@ -22,17 +22,17 @@ from headstart.core.engine import Engine
 from headstart.core.request import SamplingParams
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.measurement.inprocess import RunResult, make_requests, run_requests
+from headstart.measurement.inprocess import RunResult, requests_from_prompts, run_requests
 from headstart.measurement.machine import ContentionLog, measure_uncontended
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
 from headstart.measurement.runner import EngineSetup, describe_engine
 from headstart.model.attention.base import resolve_backend
-from headstart.model.kernels.library import KernelLibrary, loaded_kernels
+from headstart.model.kernels.library import KernelLibrary, kernels_in_use
 from headstart.model.kv_writes import KVWrites
 from headstart.model.packed_kv import PackedKV
-from headstart.model.paged_kv import KVShape, PagedKV
-from headstart.model.step_inputs import StepBounds, build_step_inputs
+from headstart.model.paged_kv import PagedKV, TokenKVShape
+from headstart.model.step_inputs import StepInputRanges, build_step_inputs
 from headstart.model.weights.shapes import SHAPES, DecoderShape
 from headstart.workload.request_record import median
 from headstart.workload.synthetic import random_tokens
@@ -146,7 +146,7 @@ def _write_times(seed: int, config: AlignedConfig, log: ContentionLog, bar: Prog
 
 def _planned(mode: str, seed: int, config: AlignedConfig) -> list[Planned]:
     """Return the writes of the last steps in which prompts waited, on a pool that other prompts have used."""
-    bounds = StepBounds(config.write_blocks, BLOCK_SIZE, VOCAB_SIZE, LIMITS.max_model_len)
+    bounds = StepInputRanges(config.write_blocks, BLOCK_SIZE, VOCAB_SIZE, LIMITS.max_model_len)
     planned: list[Planned] = []
     mix = MIXES["mixed"]._replace(longest_output=8)  # so that the budget is the limit, not the pool
     for step in steps(MODES[mode], mix, seed, num_prompts=config.write_prompts, num_blocks=config.write_blocks):
@@ -191,7 +191,7 @@ class _TorchPages:
 
 def _packing_kernels(head_dim: int) -> KernelLibrary | None:
     """Return the kernels whose layout a server on this machine uses; None: torch's."""
-    return loaded_kernels() if resolve_backend("auto", CPU, head_dim) == "cpu" else None
+    return kernels_in_use() if resolve_backend("auto", CPU, head_dim) == "cpu" else None
 
 
 def _by_token(writes: KVWrites) -> KVWrites:
@@ -207,7 +207,7 @@ class _WriteBench:
         heads, dim = shape.num_key_value_heads, shape.head_dim
         num_layers = min(TENSORS, shape.num_hidden_layers)
         self._scale = shape.num_hidden_layers / num_layers
-        kv_shape = KVShape(num_layers, heads, dim)
+        kv_shape = TokenKVShape(num_layers, heads, dim)
         size: dict[str, Any] = {"num_blocks": num_blocks, "block_size": BLOCK_SIZE, "dtype": torch.bfloat16}
         found = _packing_kernels(dim)
         if found is None:
@@ -267,7 +267,7 @@ def _whole(
                 engine.scheduler.pool.num_blocks, BLOCK_SIZE, limits, enable_prefix_caching=False, policy="fcfs"
             )
         )
-        return run_requests(Engine(scheduler, engine.executor), make_requests(prompts, sampling, name), bar=bar)
+        return run_requests(Engine(scheduler, engine.executor), requests_from_prompts(prompts, sampling, name), bar=bar)
 
     first = timed("off", "warm-up")  # first touch of all memory
     found: dict[str, list[RunResult]] = {mode: [] for mode in MODES}

@@ -12,7 +12,7 @@ from typing import Any
 from headstart.core.cache.pinned_prefix import PrefixState
 from headstart.core.engine import Engine
 from headstart.core.request import CacheMode, SamplingParams
-from headstart.measurement.inprocess import RunResult, make_requests, run_requests
+from headstart.measurement.inprocess import RunResult, requests_from_prompts, run_requests
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportTable
 from headstart.measurement.runner import EngineSetup, describe_engine
@@ -42,7 +42,7 @@ def run_pinned(setup: EngineSetup, bar: ProgressBar = QUIET) -> BenchmarkReport:
     def send(label: str, *prompts: "array[int]", cache: CacheMode = CacheMode.READ_WRITE) -> RunResult:
         bar.stage(label, len(prompts))
         sampling = SamplingParams(max_tokens=OUTPUT, temperature=0.0)
-        requests = [replace(request, cache=cache) for request in make_requests(prompts, sampling, label)]
+        requests = [replace(request, cache=cache) for request in requests_from_prompts(prompts, sampling, label)]
         return run_requests(engine, requests, bar=bar)
 
     cold = send("cold", tokens(PREFIX + OWN))

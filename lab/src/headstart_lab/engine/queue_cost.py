@@ -18,7 +18,7 @@ from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.waiting_queue import POLICIES
-from headstart.measurement.inprocess import make_requests
+from headstart.measurement.inprocess import requests_from_prompts
 from headstart.measurement.machine import ContentionLog, measure_uncontended
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
@@ -178,7 +178,7 @@ class _Steps:
 
 def _measure(case: _Case, config: OrderConfig) -> _Steps:
     """Measure the same steps with and without the queue, in turn, so that noise on the machine affects both."""
-    requests = make_requests(case.waiting, SamplingParams(max_tokens=1, temperature=0.0), "w")
+    requests = requests_from_prompts(case.waiting, SamplingParams(max_tokens=1, temperature=0.0), "w")
     fed = requests[: case.admits * case.steps]  # added one by one to the engine without a queue
     alone, queued = (_started(case, config, queue) for queue in (requests[: case.cap and 1], requests))
     waiting = queued.stats().num_waiting
@@ -194,7 +194,7 @@ def _measure(case: _Case, config: OrderConfig) -> _Steps:
 def _started(case: _Case, config: OrderConfig, queue: Sequence[Request]) -> Engine:
     """Return an engine with running decodes and that queue; with twins, the leader is already admitted."""
     engine = _engine(case, config)
-    for request in make_requests(case.decodes, SamplingParams(max_tokens=OUTPUT, temperature=0.0), "d"):
+    for request in requests_from_prompts(case.decodes, SamplingParams(max_tokens=OUTPUT, temperature=0.0), "d"):
         engine.add_request(request)
     while engine.stats().last_batch_tokens != DECODES:
         engine.step()

@@ -4,7 +4,7 @@ from random import Random
 from typing import Any
 
 from headstart.core.request import SamplingParams
-from headstart.measurement.inprocess import make_requests, run_requests
+from headstart.measurement.inprocess import requests_from_prompts, run_requests
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportTable
 from headstart.measurement.runner import EngineSetup, describe_engine
@@ -22,7 +22,7 @@ def run_repeated_prompt(setup: EngineSetup, bar: ProgressBar = QUIET) -> Benchma
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
     bar.stage("the same prompt twice", 2)
     first, again = (
-        run_requests(engine, make_requests([prompt], sampling, name), bar=bar) for name in ("first", "again")
+        run_requests(engine, requests_from_prompts([prompt], sampling, name), bar=bar) for name in ("first", "again")
     )
     values: dict[str, Any] = {
         "tokens_computed": again.computed_tokens,

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from headstart.core.cache.free_blocks import EVICTION_POLICIES
+from headstart.core.cache.idle_blocks import EVICTION_POLICIES
 from headstart.core.engine import Engine
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.measurement.inprocess import make_requests, run_requests
+from headstart.measurement.inprocess import requests_from_prompts, run_requests
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportTable
 from headstart.workload.synthetic import random_tokens
@@ -112,7 +112,7 @@ def _run(policy: str, seed: int, config: ScanConfig, bar: ProgressBar, problems:
         if use:
             problems += run_requests(engine, list(_one_offs(config, use, rng))).problems(f"scan before use {use + 1}")
         prompt = prefix + random_tokens(config.own, VOCAB_SIZE, rng)
-        run = run_requests(engine, make_requests([prompt], _greedy(), f"hot{use}"))
+        run = run_requests(engine, requests_from_prompts([prompt], _greedy(), f"hot{use}"))
         problems += run.problems(f"use {use + 1}")
         cached.append(min(run.records[0].cached_tokens, config.prefix))
         bar.advance()

@@ -15,7 +15,7 @@ from headstart.core.cache.block_store import Data
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.executor import Executor
 from headstart.core.request import CacheMode, Request, SamplingParams
-from headstart.measurement.inprocess import RunResult, make_requests, run_requests
+from headstart.measurement.inprocess import RunResult, requests_from_prompts, run_requests
 from headstart.measurement.machine import ContentionLog, measure_uncontended
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
@@ -167,7 +167,7 @@ def _run(
 ) -> tuple[RunResult, int]:
     """Return (the burst on an empty cache, tokens computed by its aborted or failed leader)."""
     assert engine.reset_prefix_cache(), "an idle engine did not clear its prefix cache"
-    requests = make_requests(prompts, _greedy(form), f"{form.name}-{number}")
+    requests = requests_from_prompts(prompts, _greedy(form), f"{form.name}-{number}")
     if not form.loss:
         return run_requests(engine, requests, bar=bar), 0
     executor = engine.executor
@@ -181,7 +181,7 @@ def _run(
 def _run_without_reuse(engine: Engine, form: Form, prompts: "list[array[int]]", bar: ProgressBar) -> RunResult:
     """Run the same prompts with the cache bypassed."""
     bar.stage(f"{form.name}, caching off", len(prompts))
-    requests = make_requests(prompts, _greedy(form), "off")
+    requests = requests_from_prompts(prompts, _greedy(form), "off")
     return run_requests(engine, [_bypassing(request) for request in requests], bar=bar)
 
 

@@ -22,7 +22,7 @@ from random import Random
 from statistics import mean
 from typing import Any
 
-from headstart.core.cache.free_blocks import EVICTION_POLICIES
+from headstart.core.cache.idle_blocks import EVICTION_POLICIES
 from headstart.measurement.machine import print_figures
 from headstart.workload.block_paths import TEXT_BLOCK, BlockPaths, overlap_sessions, trace_block_paths
 from headstart.workload.recorded.trace_files import read_trace_file

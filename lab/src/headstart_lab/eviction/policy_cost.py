@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from headstart.core.cache.free_blocks import EVICTION_POLICIES
+from headstart.core.cache.idle_blocks import EVICTION_POLICIES
 from headstart.measurement.machine import print_figures
 from headstart.workload.block_paths import trace_block_paths
 from headstart.workload.traces import read_trace

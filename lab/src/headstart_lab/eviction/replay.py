@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.core.cache.eviction import PROTECTED_SHARE, EvictionOrder, TwoQueueOrder
-from headstart.core.cache.free_blocks import EVICTION_POLICIES
+from headstart.core.cache.idle_blocks import EVICTION_POLICIES
 from headstart.measurement.machine import print_figures
 from headstart.workload.block_paths import trace_block_paths
 from headstart.workload.traces import read_trace

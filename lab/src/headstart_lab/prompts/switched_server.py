@@ -27,7 +27,7 @@ TIME_ON = 1 / 3  # of overhead.py's requests
 class SwitchedState(ServerState):
     """A server's state with two models, which share the engine and differ in diagnostics."""
 
-    def prepare(self, info: EngineInfo) -> ServedModel:
+    def make_served_model(self, info: EngineInfo) -> ServedModel:
         on = replace(self.options, doctor_share=self.options.doctor_share * TIME_ON)
         off = replace(on, diagnostics_size=0, doctor_share=0.0, prompt_rule=(), prompt_log_size=0)
         models = [(options, self._prepared(info, options)) for options in (off, on)]

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 from headstart.bench.streamed_request import (
     EndpointTarget,
-    StreamedCall,
+    PreparedRequest,
     StreamedReply,
     StreamFailedError,
     open_session,
@@ -105,7 +105,7 @@ class _Fleet:
         except ConfigError as error:  # the others are still measured, and the report includes the error
             trial = Trial((RequestRecord("start", 0.0, None, None, 0, 0, 0, error=str(error)),), ())
         self.measured.log.kept.append(
-            meter.stop(self._cpu_seconds() - before)
+            meter.measure_other_cores(self._cpu_seconds() - before)
         )  # routers have ended, so their CPU time is included
         return trial
 
@@ -175,14 +175,14 @@ async def send_all(
     slots = asyncio.Semaphore(concurrency or len(questions) + 1)
     async with open_session(target.timeout) as session:
         calls = [
-            StreamedCall(
+            PreparedRequest(
                 str(number), question.job, request_body_of_job(question.job, target.model, prompt=question.text)
             )
             for number, question in enumerate(questions)
         ]
         start = time.perf_counter()
 
-        async def one(call: StreamedCall) -> StreamedReply:
+        async def one(call: PreparedRequest) -> StreamedReply:
             if not concurrency:
                 await asyncio.sleep(max(start + call.job.at - time.perf_counter(), 0.0))
             async with slots:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from headstart.core.errors import ConfigError
 from headstart.workload.jobs import Job
-from headstart.workload.synthetic import RequestShape, unit_rate_arrivals
+from headstart.workload.synthetic import RequestShape, unit_poisson_arrivals
 from headstart_lab.router.fleet_trial import LONGEST, FleetConfig
 
 MIN_WORDS = 32
@@ -70,7 +70,7 @@ class Words:
 
 def make_questions(words: Words, config: FleetConfig, kind: str, rate: float, rng: Random) -> list[Question]:
     """Return the requests of one run of a workload, Poisson arrivals at `rate` requests per second."""
-    due = [at / rate for at in unit_rate_arrivals(config.groups * config.prompts, rng)]
+    due = [at / rate for at in unit_poisson_arrivals(config.groups * config.prompts, rng)]
     make = decode_heavy if kind == "decode" else shared_prefix
     return make(words, config.groups, config.prompts, config.shapes[kind], due, rng)
 

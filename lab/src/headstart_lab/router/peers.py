@@ -28,7 +28,7 @@ class LlmdPolicy:
         self.max_penalty = max_penalty
         self.rate = rate
 
-    def choose(self, view: PolicyInput) -> RankedCandidates:
+    def rank(self, view: PolicyInput) -> RankedCandidates:
         """Rank by tokens in flight, replicas with the prefix first."""
         loads = [float(c.endpoint.load.inflight_tokens + uncached_tokens(view, c)) for c in view.candidates]
         enough = self.threshold * max(view.prompt_tokens, 1)
@@ -55,7 +55,7 @@ class DynamoPolicy:
 
     name = "dynamo"
 
-    def choose(self, view: PolicyInput) -> RankedCandidates:
+    def rank(self, view: PolicyInput) -> RankedCandidates:
         """Rank by blocks."""
 
         def blocks(candidate: Candidate) -> float:
@@ -63,7 +63,7 @@ class DynamoPolicy:
             size = endpoint.block_size
             block_hashes = view.request.prompt.block_hashes(size)
             prefill = (endpoint.load.pending_tokens + uncached_tokens(view, candidate)) / size
-            held, own = endpoint.index.count_held(block_hashes)
+            held, own = endpoint.index.count_held_and_prefix(block_hashes)
             return prefill + held + len(block_hashes) - own
 
         return rank_by_number(view, [blocks(candidate) for candidate in view.candidates], "fewest blocks")
@@ -90,7 +90,7 @@ class SmgPolicy:
         self.balance_abs = balance_abs
         self.balance_rel = balance_rel
 
-    def choose(self, view: PolicyInput) -> RankedCandidates:
+    def rank(self, view: PolicyInput) -> RankedCandidates:
         """Rank by overload, by match where it counts, and by load."""
         loads = [candidate.endpoint.num_requests(view.now) for candidate in view.candidates]
         mean = sum(loads) / len(loads)
@@ -129,7 +129,7 @@ class RayPolicy:
         self.threshold = threshold
         self._count = 0
 
-    def choose(self, view: PolicyInput) -> RankedCandidates:
+    def rank(self, view: PolicyInput) -> RankedCandidates:
         """Rank two random replicas of the group by load, then the rest of it, then all others."""
         longest = max(candidate.hit_tokens for candidate in view.candidates)
         if longest >= self.threshold * max(view.prompt_tokens, 1):
@@ -154,7 +154,7 @@ class LmetricPolicy:
 
     name = "lmetric"
 
-    def choose(self, view: PolicyInput) -> RankedCandidates:
+    def rank(self, view: PolicyInput) -> RankedCandidates:
         """Rank by the product."""
         numbers = [float(uncached_tokens(view, c) * (c.endpoint.num_requests(view.now) + 1)) for c in view.candidates]
         return rank_by_number(view, numbers, "least uncached tokens x requests")
@@ -178,7 +178,7 @@ class DualMapPolicy:
         self.slo = slo
         self.rate = rate
 
-    def choose(self, view: PolicyInput) -> RankedCandidates:
+    def rank(self, view: PolicyInput) -> RankedCandidates:
         """Rank the two by hit or by work, then all others by work."""
         prompt, size = view.request.prompt, view.candidates[0].endpoint.block_size
         block_hashes = prompt.block_hashes(size)

@@ -19,7 +19,7 @@ from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.policies.policy import Policy
 from headstart.router.policies.policy_table import make_policy, policy_names
 from headstart.router.router import Router
-from headstart.router.routing_request import pack_text
+from headstart.router.routing_request import text_as_pseudo_tokens
 from headstart.sim.profile import SERIAL
 from headstart.sim.sim_fleet import FleetOptions, VirtualFleet
 from headstart.sim.sim_replica import SimReplica
@@ -137,7 +137,7 @@ def _requests(trace: Path, config: RouteConfig) -> tuple[list[SimRequest], int]:
     if found.kind != "agent":
         raise ConfigError(f"{trace}: a trace of kind {found.kind} does not record shared prefixes")
     # Agents' clocks differ by days between files: the calls follow one another at a fixed rate.
-    prompts = [(pack_text(row.text.encode()), row.session) for row in found.requests]
+    prompts = [(text_as_pseudo_tokens(row.text.encode()), row.session) for row in found.requests]
     return [
         SimRequest(index / config.speed, len(prompt), 1, token_ids=prompt, session=session)
         for index, (prompt, session) in enumerate(prompts)

@@ -22,7 +22,7 @@ from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.policies.policy_table import make_policy
 from headstart.router.router import Router
-from headstart.router.routing_request import RoutingPrompt, RoutingRequest, pack_text, router_root
+from headstart.router.routing_request import RoutingPrompt, RoutingRequest, router_root, text_as_pseudo_tokens
 from headstart.workload.recorded.trace_files import read_trace_file
 from headstart.workload.recorded.trace_units import TraceUnits
 from headstart.workload.traces import TracedRequest
@@ -233,7 +233,7 @@ def _calls(texts: Sequence[_Text], config: PredictConfig, exact: bool) -> list[C
         if exact:
             prompt = RoutingPrompt(text.request.prompt, root)
         else:
-            prompt = RoutingPrompt(pack_text(text.row.text.encode()), root, exact=False)
+            prompt = RoutingPrompt(text_as_pseudo_tokens(text.row.text.encode()), root, exact=False)
         ask = RoutingRequest(prompt, session=text.session, max_tokens=text.request.sampling.max_tokens)
         calls.append(Call(begin / config.speed + text.row.at - begin, text.session, text.request, ask))
     return calls

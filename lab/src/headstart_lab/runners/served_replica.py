@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import psutil
 
 import headstart
-from headstart.bench.streamed_request import StreamFailedError, read_event
+from headstart.bench.streamed_request import StreamFailedError, parse_event_or_raise
 from headstart.core.errors import ConfigError
 from headstart.measurement.machine import ContentionLog, ContentionMeter
 from headstart.measurement.progress_bar import QUIET, ProgressBar
@@ -161,7 +161,7 @@ class Replica:
         if response.status != 200:
             raise StreamFailedError(f"HTTP {response.status}: {response.read().decode(errors='replace')[:300]}")
         for line in response:
-            event = read_event(line)
+            event = parse_event_or_raise(line)
             if event is None:
                 response.read()  # to the end of the chunks, so that the server's answer is complete
                 return
@@ -212,7 +212,7 @@ def ask_in_turn(
         answers.append(server.ask(prompt, key=key))
         bar.advance()
     if log is not None:
-        log.kept.append(meter.stop(server.cpu_seconds() - before))
+        log.kept.append(meter.measure_other_cores(server.cpu_seconds() - before))
     return answers
 
 

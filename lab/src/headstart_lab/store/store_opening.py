@@ -30,7 +30,7 @@ from headstart.measurement.report import ReportTable, min_and_max
 from headstart.store.catalog import SegmentCatalog
 from headstart.store.disk import DiskStore
 from headstart.store.files import FileSystemCalls
-from headstart.store.format import BlockShape
+from headstart.store.format import StoredBlockFormat
 from headstart.workload.request_record import median
 from headstart_lab.store import page_cache
 
@@ -115,7 +115,7 @@ def measure_openings(
 
 def _make(opening: Opening, store: Path, bar: ProgressBar) -> None:
     bar.stage(f"writing {opening.num_blocks:,} blocks of {opening.block_bytes:,} bytes", opening.num_blocks)
-    shape = BlockShape(MODEL, BLOCK_SIZE, opening.block_bytes)
+    shape = StoredBlockFormat(MODEL, BLOCK_SIZE, opening.block_bytes)
     files = SparseFiles(opening.block_bytes) if opening.sparse else FileSystemCalls()
     catalog = SegmentCatalog(store, shape, opening.max_bytes, files)
     noise = bytes(opening.block_bytes) * 2 if opening.sparse else os.urandom(2 * opening.block_bytes)
@@ -182,7 +182,7 @@ def _open_in_child(opening: Opening, store: Path) -> dict[str, float]:
 
 def main(folder: str, block_bytes: str, max_bytes: str) -> None:
     """Open a store once and print its time, memory and number of blocks."""
-    shape, memory = BlockShape(MODEL, BLOCK_SIZE, int(block_bytes)), psutil.Process().memory_info
+    shape, memory = StoredBlockFormat(MODEL, BLOCK_SIZE, int(block_bytes)), psutil.Process().memory_info
     before, start = memory().rss, time.perf_counter()
     store = DiskStore(Path(folder), shape, int(max_bytes))
     seconds, after = time.perf_counter() - start, memory().rss

@@ -17,7 +17,7 @@ from typing import Any
 from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.request import SamplingParams
-from headstart.measurement.inprocess import RunResult, make_requests, run_requests
+from headstart.measurement.inprocess import RunResult, requests_from_prompts, run_requests
 from headstart.measurement.machine import ContentionLog, measure_uncontended
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
@@ -142,7 +142,9 @@ class _Lab:
 
     def _drive(self, engine: Engine, vocab_size: int, label: str, bar: ProgressBar) -> _Side:
         rng, shape = Random(self.seed), self.workload.shape
-        run_requests(engine, make_requests(shared_prefix(1, 2, shape, vocab_size, rng), _sampling(shape), "warm-up"))
+        run_requests(
+            engine, requests_from_prompts(shared_prefix(1, 2, shape, vocab_size, rng), _sampling(shape), "warm-up")
+        )
         _drain(engine)
         prompts = shared_prefix(self.workload.groups, self.workload.prompts, shape, vocab_size, rng)
         rng.shuffle(prompts)
@@ -153,7 +155,7 @@ class _Lab:
             if num_steps % LOOK_STEPS == 0:
                 pending.append(_pending(engine))
 
-        run = run_requests(engine, make_requests(prompts, _sampling(shape), "work"), bar=bar, on_step=look)
+        run = run_requests(engine, requests_from_prompts(prompts, _sampling(shape), "work"), bar=bar, on_step=look)
         last = _pending(engine)
         drained = _drain(engine)
         return _Side(run, max(*pending, last), last, drained, engine.stats().store)

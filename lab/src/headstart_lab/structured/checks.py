@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from llguidance import LLMatcher, LLTokenizer
 
 from headstart.openai.structured.dropped_keywords import loosen_schema
-from headstart.openai.structured.schema_rewrites import rewrite_schema
+from headstart.openai.structured.schema_rewrites import adapt_schema_for_llguidance
 from headstart_lab.structured.suite import SuiteSchema, integral, validator
 
 LARGEST = 1.7976931348623157e308
@@ -92,7 +92,9 @@ class Checker:
 
     def _is_prefix(self, text: str) -> bool:
         # The rewritten schema allows a part of the sent one; llguidance compiles it if the server accepts it.
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(rewrite_schema("schema", integral(self._sent))))
+        grammar = LLMatcher.grammar_from_json_schema(
+            json.dumps(adapt_schema_for_llguidance("schema", integral(self._sent)))
+        )
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         tokens = self._tokenizer.tokenize_bytes(text.rstrip("\ufffd").encode())
         return matcher.try_consume_tokens(tokens) == len(tokens)

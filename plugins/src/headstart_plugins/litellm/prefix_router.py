@@ -17,7 +17,13 @@ from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.router import Router
 from headstart.router.routing_decision import RoutedInFlight
-from headstart.router.routing_request import ReportedTokenUsage, RoutingPrompt, RoutingRequest, pack_text, router_root
+from headstart.router.routing_request import (
+    ReportedTokenUsage,
+    RoutingPrompt,
+    RoutingRequest,
+    router_root,
+    text_as_pseudo_tokens,
+)
 
 MAX_CALLS = 8_192  # in flight; the oldest is taken for lost
 MAX_PROMPTS = 64  # whose hashes are kept between the choice and the sending
@@ -57,7 +63,7 @@ class PromptKey:
 
     def prompt(self) -> RoutingPrompt:
         """Return it with the hashes of its blocks, which are computed when they are needed."""
-        units = pack_text(self.body)
+        units = text_as_pseudo_tokens(self.body)
         return RoutingPrompt(units, self.root, exact=self.is_tokens)
 
 

@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from headstart.model.setup.sizes import parse_bytes
-from headstart.store.format import BlockShape
+from headstart.store.format import StoredBlockFormat
 from headstart.store.tiers.tier import TierPlaces, parse_tier_places, read_shared_secrets
 from headstart_plugins.vllm.host import HOST_VERSION
 
@@ -87,7 +87,7 @@ def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         raise ValueError("HeadstartConnector does not start: " + "; ".join(reasons))
 
 
-def store_shape(config: VllmConfig, kv_cache_config: KVCacheConfig) -> BlockShape:
+def store_shape(config: VllmConfig, kv_cache_config: KVCacheConfig) -> StoredBlockFormat:
     """Return the shape of the stored blocks: its fingerprint is equal exactly if KV may be shared.
 
     It names the weights, the model's configuration, dtypes, layout and layers, the releases of vLLM and torch, the
@@ -107,7 +107,7 @@ def store_shape(config: VllmConfig, kv_cache_config: KVCacheConfig) -> BlockShap
         "releases": [HOST_VERSION, torch.__version__, torch.backends.cpu.get_cpu_capability()],
     }
     fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).digest()
-    return BlockShape(fingerprint, spec.block_size, spec.page_size_bytes * len(group.layer_names))
+    return StoredBlockFormat(fingerprint, spec.block_size, spec.page_size_bytes * len(group.layer_names))
 
 
 @lru_cache(maxsize=1)  # both roles of one process ask for the same

@@ -34,7 +34,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from headstart.core.cache.block_store import BlockKey
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.cache.transfers import BLIND_SECONDS, GRACE_SECONDS, PATIENCE
-from headstart.store.format import BlockShape
+from headstart.store.format import StoredBlockFormat
 from headstart.store.tiers.chained_store import ChainedStore, open_store
 from headstart_plugins.vllm.host import HOST_VERSION
 from headstart_plugins.vllm.store_planner import ROOT
@@ -170,7 +170,7 @@ class HeadstartTier(SecondaryTierManager):
         return done
 
 
-def tier_shape(config: OffloadingConfig, chunk_bytes: int) -> BlockShape:
+def tier_shape(config: OffloadingConfig, chunk_bytes: int) -> StoredBlockFormat:
     """Return the shape of the stored chunks; its fingerprint names the model's files, dtypes, layout and releases.
 
     Raises ValueError for a model that is no folder: of one of the hub a tier is not told the revision.
@@ -183,7 +183,7 @@ def tier_shape(config: OffloadingConfig, chunk_bytes: int) -> BlockShape:
     content["parallel"] = {name: value for name, value in content["parallel"].items() if "data_parallel" not in name}
     parts = [FORM, content, HOST_VERSION, torch.__version__]
     fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).digest()
-    return BlockShape(fingerprint, KEY_TOKENS, chunk_bytes)
+    return StoredBlockFormat(fingerprint, KEY_TOKENS, chunk_bytes)
 
 
 def _identity(key: OffloadKey) -> BlockKey:

@@ -75,11 +75,11 @@ class BenchTarget:
     def is_in_process(self) -> bool:
         return not self.against
 
-    def with_tiny_model(self) -> "BenchTarget":
+    def with_default_model(self) -> "BenchTarget":
         """Return the same with a model of random weights if none is named."""
         return replace(self, model=self.model or "tiny")
 
-    def seed(self) -> int:
+    def choose_seed(self) -> int:
         """Return the requested seed, else 0, or a new one where prompts must be new to be cold."""
         if self.asked_seed is not None:
             return self.asked_seed

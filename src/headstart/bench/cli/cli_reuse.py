@@ -27,7 +27,7 @@ def bench_rotations(
     """Send 48 rotations of 1,025 tokens, cold and warm: only uncached tokens use the budget (vLLM #3402)."""
     if not where.is_in_process:
         from headstart.bench.suite import SuitePlan
-        from headstart.bench.suite_plans import rotations_scenario as build
+        from headstart.bench.suite_plans import rotations_scenario_builder as build
 
         plan = SuitePlan(
             "rotations", build(48, 1025, 3), runs=1 if quick else runs, setup={"requests": 48, "length": 1025}
@@ -41,7 +41,7 @@ def bench_rotations(
         config = RotationsConfig(runs=1, decode_rounds=6) if quick else RotationsConfig(runs=runs)
         return run_rotations(setup, config, bar)
 
-    cli_run.run_on_model(bench, where.with_tiny_model())
+    cli_run.run_bench_with_model(bench, where.with_default_model())
 
 
 @add_target_flags("quantization", "caching")
@@ -71,16 +71,16 @@ def bench_intent(
     With --against: unloaded requests, then the highest rate within the limits, or four times the unloaded latency.
     """
     if not where.is_in_process:
-        from headstart.bench.rate_report import RateConfig, RatePlan, cached_prefix_load, run_rate_search
+        from headstart.bench.rate_report import RateSearchConfig, RateSearchPlan, cached_prefix_load, run_rate_search
 
-        config = RateConfig(5.0, 10, 1.3) if quick else RateConfig(seconds, min_requests)
+        config = RateSearchConfig(5.0, 10, 1.3) if quick else RateSearchConfig(seconds, min_requests)
         slo = cli_run.slo_from_ms(slo_ttft, slo_tpot, slo_e2e)
 
         def search(runner: "JobRunner", new_seed: int, bar: "ProgressBar") -> "BenchmarkReport":
-            plan = RatePlan("intent", cached_prefix_load(), new_seed, slo, config, is_guarded=False)
+            plan = RateSearchPlan("intent", cached_prefix_load(), new_seed, slo, config, is_guarded=False)
             return run_rate_search(runner, plan, bar)
 
-        cli_run.run_on_runner(search, where, 0)
+        cli_run.run_bench_with_runner(search, where, 0)
         return
 
     asked = accuracy if accuracy is not None else schema or not where.model
@@ -100,4 +100,4 @@ def bench_intent(
         add_accuracy = found.load()(num, schema, setup.threads) if found is not None else None
         return run_intent(setup, config if load else None, bar, add_accuracy=add_accuracy)
 
-    cli_run.run_on_model(bench, where)
+    cli_run.run_bench_with_model(bench, where)

@@ -91,14 +91,14 @@ def run_suite_plan(plan: "SuitePlan", where: BenchTarget) -> None:
     def bench(runner: "JobRunner", seed: int, bar: "ProgressBar") -> "BenchmarkReport":
         return run_suite(runner, replace(plan, seed=seed, is_guarded=where.is_in_process), bar)
 
-    run_on_runner(bench, where, plan.build(512, Random(0)).num_blocks())
+    run_bench_with_runner(bench, where, plan.build(512, Random(0)).num_blocks())
 
 
-def run_on_runner(
+def run_bench_with_runner(
     bench: "Callable[[JobRunner, int, ProgressBar], BenchmarkReport]", where: BenchTarget, num_blocks: int
 ) -> None:
     """Measure the requested target: `bench` gets a runner and the seed. `num_blocks`: KV that a local engine needs."""
-    seed = where.seed()
+    seed = where.choose_seed()
     if where.is_in_process:
 
         def on_engine(setup: "EngineSetup", bar: "ProgressBar") -> "BenchmarkReport":
@@ -106,10 +106,10 @@ def run_on_runner(
 
             bar.stage("loading the model", None)
             options = setup.options(num_blocks=min(num_blocks + 64, MAX_BLOCKS), caching=where.caching)
-            with closing(EngineRunner.build(setup, options)) as runner:
+            with closing(EngineRunner.from_setup(setup, options)) as runner:
                 return bench(runner, seed, bar)
 
-        run_on_model(on_engine, where.with_tiny_model())
+        run_bench_with_model(on_engine, where.with_default_model())
         return
 
     def on_server(bar: "ProgressBar") -> "BenchmarkReport":
@@ -124,11 +124,11 @@ def run_on_runner(
     run_and_exit(on_server, where.plot)
 
 
-def run_on_model(bench: "Callable[[EngineSetup, ProgressBar], BenchmarkReport]", where: BenchTarget) -> None:
+def run_bench_with_model(bench: "Callable[[EngineSetup, ProgressBar], BenchmarkReport]", where: BenchTarget) -> None:
     """Set threads before torch is imported, find or make the model, measure, publish, exit."""
 
     def on_model(bar: "ProgressBar") -> "BenchmarkReport":
-        count, seed = choose_num_threads(where.threads), where.seed()
+        count, seed = choose_num_threads(where.threads), where.choose_seed()
         _check(where.model, EngineOptions(dtype=where.dtype, threads=where.threads, quantization=where.quantization))
         from headstart.engine.assembly import build_engine
         from headstart.measurement.runner import BUNDLED, EngineSetup
@@ -151,7 +151,7 @@ def _check(model: str, options: EngineOptions) -> None:
 def run_and_exit(bench: "Callable[[ProgressBar], BenchmarkReport]", plot: Path | None) -> None:
     """Run a benchmark under its progress bar; exit code 1: invalid, 2: cannot run, 130: interrupted."""
     from headstart.measurement.progress_bar import progress_bar
-    from headstart.measurement.report import check_plot, publish_report
+    from headstart.measurement.report import check_plot, print_report
 
     try:
         with report_usage_errors():
@@ -161,7 +161,7 @@ def run_and_exit(bench: "Callable[[ProgressBar], BenchmarkReport]", plot: Path |
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise typer.Exit(130) from None
-    raise typer.Exit(publish_report(report, spin_count=os.environ.get("GOMP_SPINCOUNT"), plot=plot))
+    raise typer.Exit(print_report(report, spin_count=os.environ.get("GOMP_SPINCOUNT"), plot=plot))
 
 
 def _cache_folder() -> Path:

@@ -46,7 +46,7 @@ def bench_shared_prefix(
 
     Without limits a search allows four times the latency of an unloaded request.
     """
-    from headstart.bench.rate_report import RateConfig, RatePlan, run_rate_search
+    from headstart.bench.rate_report import RateSearchConfig, RateSearchPlan, run_rate_search
     from headstart.bench.suite import SuitePlan
     from headstart.bench.suite_plans import SharedPrefixGroups, parse_rate
     from headstart.workload.synthetic import RequestShape
@@ -57,14 +57,18 @@ def bench_shared_prefix(
         found = parse_rate(rate)
     sizes = SharedPrefixGroups(groups, prompts, shape, found or 0.0, 0 if found else concurrency)
     if found is not None:
-        cli_run.run_suite_plan(SuitePlan("shared-prefix", sizes.build, runs=runs, slo=slo, setup=sizes.setup), where)
+        cli_run.run_suite_plan(
+            SuitePlan("shared-prefix", sizes.build_scenario, runs=runs, slo=slo, setup=sizes.setup_description), where
+        )
         return
 
     def search(runner: "JobRunner", new_seed: int, bar: "ProgressBar") -> "BenchmarkReport":
-        plan = RatePlan("shared-prefix", sizes.load, new_seed, slo, RateConfig(seconds), is_guarded=where.is_in_process)
-        return run_rate_search(runner, replace(plan, setup=sizes.setup), bar)
+        plan = RateSearchPlan(
+            "shared-prefix", sizes.load, new_seed, slo, RateSearchConfig(seconds), is_guarded=where.is_in_process
+        )
+        return run_rate_search(runner, replace(plan, setup=sizes.setup_description), bar)
 
-    cli_run.run_on_runner(search, where, cli_run.MAX_BLOCKS)
+    cli_run.run_bench_with_runner(search, where, cli_run.MAX_BLOCKS)
 
 
 @add_target_flags()
@@ -83,12 +87,12 @@ def bench_decode(
 ) -> None:
     """Run streams that decode at once behind cached prefixes; tokens/s count from the last first token on."""
     from headstart.bench.suite import SuitePlan
-    from headstart.bench.suite_plans import decode_scenario as build
-    from headstart.workload.jobs import JobSampling
+    from headstart.bench.suite_plans import decode_scenario_builder as build
+    from headstart.workload.jobs import TokenSampling
     from headstart.workload.synthetic import RequestShape
 
     with cli_run.report_usage_errors():
-        sampling = JobSampling(temperature, top_p, top_k)
+        sampling = TokenSampling(temperature, top_p, top_k)
         made = build(prefixes, streams, RequestShape(prefix_tokens, own_tokens, output_tokens), sampling)
     sizes = {
         "streams": streams,
@@ -114,7 +118,7 @@ def bench_prefill(
     """Send prompts one at a time, one token out: time to the first token, all new and with a cached beginning."""
     from headstart.bench.suite import SuitePlan, run_suite
     from headstart.bench.suite_plans import add_length_chart, parse_lengths
-    from headstart.bench.suite_plans import prefill_scenario as build
+    from headstart.bench.suite_plans import prefill_scenario_builder as build
 
     with cli_run.report_usage_errors():
         parsed = parse_lengths(lengths)
@@ -126,7 +130,7 @@ def bench_prefill(
             run_suite(runner, replace(plan, seed=new_seed, is_guarded=where.is_in_process), bar), parsed
         )
 
-    cli_run.run_on_runner(bench, where, requests * sum(2 * length // 16 + 4 for length in parsed))
+    cli_run.run_bench_with_runner(bench, where, requests * sum(2 * length // 16 + 4 for length in parsed))
 
 
 @add_target_flags()
@@ -174,7 +178,7 @@ def bench_trace(
 ) -> None:
     """Replay recorded traffic: its arrivals, its lengths and its shared prefixes, with synthetic tokens."""
     from headstart.bench.suite import SuitePlan
-    from headstart.bench.suite_plans import avoidable_share, describe_loop, trace_scenario
+    from headstart.bench.suite_plans import avoidable_share, describe_loop, trace_scenario_builder
     from headstart.measurement.progress_bar import progress_bar
     from headstart.workload.recorded.trace_files import TraceOptions
     from headstart.workload.recorded.trace_units import TraceUnits
@@ -184,7 +188,7 @@ def bench_trace(
         options = TraceOptions(units, divide_lengths, skip_above, sessions_at_once)
         bar.stage(f"reading {trace.name}")
         found = options.read(trace).first(limit)
-    factor = found.factor(max_prompt_tokens)
+    factor = found.fitting_length_factor(max_prompt_tokens)
     sizes = {
         "trace": trace.name,
         **options.report_facts(found),
@@ -194,6 +198,6 @@ def bench_trace(
         "factor": factor,
         "loop": describe_loop(found, concurrency),
     }
-    made = trace_scenario(found, speed=speed, factor=factor, concurrency=concurrency)
+    made = trace_scenario_builder(found, speed=speed, factor=factor, concurrency=concurrency)
     slo = cli_run.slo_from_ms(slo_ttft, slo_tpot, slo_e2e)
     cli_run.run_suite_plan(SuitePlan("trace", made, runs=runs, slo=slo, setup=sizes), where)

@@ -71,7 +71,7 @@ def lint(
             found = read_log_file(
                 log, [] if against is None else fetch_recent_requests(against, last), prompt_rule or []
             )
-        notes = found.told()
+        notes = found.notes_as_sentences()
         if not found.prompts and not found.id_prompts:
             told = "".join(f"; {note}" for note in notes)
             expected = "a line is a JSON body with messages, input or prompt"

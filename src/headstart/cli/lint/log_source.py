@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from headstart.cli.client_request import call_server
 from headstart.core.errors import ConfigError
 from headstart.reuse.log_report import IdTraceReport, LogReport
-from headstart.reuse.logged_prompt import ParsedLog, TokenIdPrompt, parse_log
+from headstart.reuse.logged_prompt import IdTracePrompt, ParsedLog, parse_log
 from headstart.workload.recorded.trace_files import read_trace_file
 from headstart.workload.recorded.trace_units import TraceUnits
 
@@ -36,7 +36,7 @@ def is_trace_path(path: Path) -> bool:
     return b'"hash_ids"' in head and (b'"input_length"' in head or b'"requests"' in head)
 
 
-def read_trace_prompts(path: Path, block_size: int, bar: "ProgressBar") -> list[TokenIdPrompt]:
+def read_trace_prompts(path: Path, block_size: int, bar: "ProgressBar") -> list[IdTracePrompt]:
     """Return the requests of a trace, numbered in order of arrival. Raises ConfigError."""
 
     def on_file(index: int, count: int) -> None:
@@ -47,7 +47,7 @@ def read_trace_prompts(path: Path, block_size: int, bar: "ProgressBar") -> list[
 
     trace = read_trace_file(path, TraceUnits(block_size, "ns"), on_file)  # the order of times needs no unit
     return [
-        TokenIdPrompt(number, request.hash_ids, request.length, trace.block_size, session=request.session)
+        IdTracePrompt(number, request.hash_ids, request.length, trace.block_size, session=request.session)
         for number, request in enumerate(trace.requests, 1)
     ]
 
@@ -97,13 +97,13 @@ def _entries(text: str) -> list[Any]:
 def _after_rules(entries: list[Any], names: Sequence[str]) -> list[Any]:
     """Return the entries with their bodies after rules for prompts. Raises ConfigError for an unknown rule."""
     from headstart.config.options import ServerOptions, check_option_values
-    from headstart.openai.canonical.canonical_body import canonical_log_line
+    from headstart.openai.canonical.canonical_body import canonicalize_log_line
 
     if not names:
         return entries
     check_option_values(ServerOptions(prompt_rule=tuple(names)))
     lines = (one if isinstance(one, str) else json.dumps(one) for one in entries)
-    return [canonical_log_line(line, frozenset(names)) for line in lines]
+    return [canonicalize_log_line(line, frozenset(names)) for line in lines]
 
 
 def check_plot() -> None:

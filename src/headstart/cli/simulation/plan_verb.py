@@ -20,9 +20,9 @@ from headstart.cli.simulation.workload_flags import (
     TraceBlockSize,
     TraceTimeUnit,
     WorkloadChoice,
-    parse_block_counts,
     parse_duration,
     parse_name_list,
+    parse_pool_sizes,
     trace_options_of_flags,
 )
 from headstart.core.errors import ConfigError
@@ -76,14 +76,14 @@ def plan(
         if not any(seconds):
             raise ConfigError("give a limit: --slo-ttft, --slo-tpot or --slo-e2e, such as --slo-ttft 500ms")
         policies = parse_name_list("--policy", policy)
-        counts, shares = parse_block_counts("--blocks", blocks)
+        counts, shares = parse_pool_sizes("--blocks", blocks)
 
     def run(bar: "ProgressBar") -> "BenchmarkReport":
         from headstart.sim.fleet_plan import PlanConfig, run_fleet_plan
         from headstart.workload.slo import Slo
 
         config = PlanConfig(
-            workload=workload.open(bar),
+            workload=workload.with_loaded_trace(bar),
             policies=policies,
             profile=profile,
             blocks=counts,

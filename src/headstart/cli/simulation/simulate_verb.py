@@ -25,10 +25,10 @@ from headstart.cli.simulation.workload_flags import (
     TraceBlockSize,
     TraceTimeUnit,
     WorkloadChoice,
-    parse_block_counts,
     parse_duration,
     parse_name_list,
     parse_number_list,
+    parse_pool_sizes,
     trace_options_of_flags,
 )
 from headstart.core.errors import ConfigError
@@ -98,7 +98,7 @@ def simulate(
         workload = WorkloadChoice(trace, decisions, synthetic, rate, count, skip, options)
         if noise is not None and not isfinite(noise):
             raise ConfigError(f"--noise {noise}: a finite share of a step's time")
-        counts, shares = parse_block_counts("--blocks", blocks)
+        counts, shares = parse_pool_sizes("--blocks", blocks)
         limits = parse_duration("--slo-ttft", slo_ttft), parse_duration("--slo-tpot", slo_tpot)
         settings: dict[str, Any] = {
             "policies": parse_name_list("--policy", policy),
@@ -115,7 +115,7 @@ def simulate(
         from headstart.workload.slo import Slo
 
         config = SweepConfig(
-            workload=workload.open(bar),
+            workload=workload.with_loaded_trace(bar),
             scenario=scenario,
             routers=routers,
             noise=noise,
@@ -149,4 +149,4 @@ def calibrate(
 
         return run_calibration(setup, CalibrationConfig(out=out, blocks=blocks, output=output), bar)
 
-    cli_run.run_on_model(run, BenchTarget(model or "", dtype=dtype, threads=threads, asked_seed=seed))
+    cli_run.run_bench_with_model(run, BenchTarget(model or "", dtype=dtype, threads=threads, asked_seed=seed))

@@ -99,7 +99,7 @@ class WorkloadChoice:
         """The facts that a report states of an opened trace."""
         return {} if self.options is None or self.opened is None else {"trace": self.options.report_facts(self.opened)}
 
-    def open(self, bar: "ProgressBar") -> "WorkloadChoice":
+    def with_loaded_trace(self, bar: "ProgressBar") -> "WorkloadChoice":
         """Return the workload with its trace file read, if it has one. Raises ConfigError."""
         from headstart.workload.recorded.trace_files import TraceOptions
 
@@ -127,9 +127,9 @@ class WorkloadChoice:
             count = self.count or SYNTHETIC_COUNT
             return sim_workload.synthetic_requests(self.synthetic, self.rate * speed, count, seed)
         if self.trace is not None:
-            opened = self.opened or self.open(QUIET).opened
+            opened = self.opened or self.with_loaded_trace(QUIET).opened
             assert opened is not None
-            return sim_workload.request_window(requests_from_trace(opened, speed=speed), self.skip, self.count)
+            return sim_workload.slice_requests(requests_from_trace(opened, speed=speed), self.skip, self.count)
         assert self.decisions is not None
         return sim_workload.read_decision_log_requests(self.decisions, speed=speed, skip=self.skip, count=self.count)
 
@@ -155,7 +155,7 @@ def parse_number_list(flag: str, text: str, convert: Callable[[str], float]) -> 
     return found
 
 
-def parse_block_counts(flag: str, text: str) -> tuple[list[int], list[float]]:
+def parse_pool_sizes(flag: str, text: str) -> tuple[list[int], list[float]]:
     """Return the numbers of a list such as 2930,5%: counts, and shares of a whole from parts in per cent.
 
     Raises ConfigError.

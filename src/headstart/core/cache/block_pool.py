@@ -6,7 +6,7 @@ It holds no sequences and no tensors. Invariant 8 holds after every operation:
     every published hash belongs to one block, and only full, computed, finite blocks have one
 
 Allocation order: unpublished *scratch* blocks first, last in first out; then published *idle* blocks in the order of
-free_blocks.py. A block table is released from its end, so a chain loses its tail before its head. Every operation is
+idle_blocks.py. A block table is released from its end, so a chain loses its tail before its head. Every operation is
 O(1) per block, and O(tenants) per allocation. A block with a pinned hash is never evicted; while it is unreferenced it
 is not free either.
 """
@@ -15,16 +15,16 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from headstart.core.cache.eviction import HOT, PYTHON, SEEN, Entries, KVBlockLoops
-from headstart.core.cache.free_blocks import FreeBlocks
-from headstart.core.cache.hashing import BlockHash, is_checkpoint_page
+from headstart.core.cache.hashing import BlockHash, is_checkpoint_page_hash
 from headstart.core.cache.history import EvictionHistory, EvictionRecord
+from headstart.core.cache.idle_blocks import IdleBlocks
 from headstart.core.request import DEFAULT_RETENTION, RetentionHint
 from headstart.core.sched.queued_block_refs import QueuedBlockRefs
 
 HISTORY_POOLS = 8  # upper bound of the eviction history, in pools; at least half as many hashes are remembered
 
 
-class PublishedBlock(NamedTuple):
+class PublishedBlockSnapshot(NamedTuple):
     """A published block at one moment. `is_reused`: used again after it had been idle or evicted."""
 
     block: int
@@ -87,7 +87,7 @@ class BlockPool:
         self._entries: Entries = {}  # block hash -> (block, parent hash, tokens)
         self._scratch = list(range(num_blocks - 1, 0, -1))
         size = max(num_blocks, max_blocks)
-        self._idle = FreeBlocks(num_blocks, eviction_policy, tenant_floor, size, ops)
+        self._idle = IdleBlocks(num_blocks, eviction_policy, tenant_floor, size, ops)
         self._marks, self._tenants = self._idle.marks, self._idle.tenants
         self._model = self._idle.model
         self._pins: dict[BlockHash, int] = {}
@@ -154,11 +154,11 @@ class BlockPool:
         """Return whether the hash is pinned, published or not."""
         return block_hash in self._pins
 
-    def published_blocks_in_range(self, start: int, stop: int) -> list[PublishedBlock]:
+    def published_in_id_range(self, start: int, stop: int) -> list[PublishedBlockSnapshot]:
         """Return the published blocks of tokens with ids in [start, stop). Changes nothing."""
         refs, marks, tenants, pins = self._refs, self._marks, self._tenants, self._pins
         return [
-            PublishedBlock(
+            PublishedBlockSnapshot(
                 block,
                 block_hash,
                 self._entries[block_hash][1],
@@ -168,7 +168,7 @@ class BlockPool:
                 tenants[block],
             )
             for block, block_hash in enumerate(self._block_hashes[start:stop], start)
-            if block_hash is not None and not is_checkpoint_page(block_hash)
+            if block_hash is not None and not is_checkpoint_page_hash(block_hash)
         ]
 
     def ref_count(self, block: int) -> int:
@@ -297,7 +297,7 @@ class BlockPool:
             return False
         self._entries[block_hash] = (block, parent, tokens)
         self._block_hashes[block] = block_hash
-        evicted = self._history.forget(block_hash)
+        evicted = self._history.pop(block_hash)
         is_again = evicted is not None and evicted.cause == "capacity"
         self._marks[block] = HOT if is_again else 0
         if self._model is not None:
@@ -312,7 +312,7 @@ class BlockPool:
             self._ahead.add(block)
         for listener in self.planners:
             listener.on_block_published(block, block_hash, parent, tokens)
-        page = is_checkpoint_page(block_hash)
+        page = is_checkpoint_page_hash(block_hash)
         self.num_pages += page
         for listener in () if ahead or page else self.listeners:
             listener.on_block_published(block, block_hash, parent, tokens)
@@ -354,13 +354,13 @@ class BlockPool:
         self._max_history = max(self._max_history, self._history_pools * self.num_blocks)
         self._history.resize(self._max_history)
 
-    def free_some_entries(self, num: int) -> int:
+    def dismantle_some(self, num: int) -> int:
         """Free up to `num` entries of a pool that is no longer used; return the number freed, 0 when nothing is left.
 
         Dropping a large pool at once would block for a while.
         """
         freed = 0
-        for table in (self._entries, *self._history.block_tables, *self._idle.block_tables):
+        for table in (self._entries, *self._history.backing_tables, *self._idle.backing_tables):
             while table and freed < num:
                 table.popitem()
                 freed += 1
@@ -383,7 +383,7 @@ class BlockPool:
         """Undo `add_queued_refs` for these block hashes, in one call or several."""
         self._queued_refs.discard(block_hashes)
         if self._idle.num_aside:
-            self._queued_refs.count_pending()
+            self._queued_refs.apply_pending()
             blocks = [
                 self._entries[block_hash][0] for block_hash in reversed(block_hashes) if block_hash in self._entries
             ]
@@ -468,7 +468,7 @@ class BlockPool:
             assert self._block_hashes[block] == block_hash, f"block {block} and the index disagree"
             assert self._history.get(block_hash) is None, f"block {block} is published and evicted"
         assert len(published) == len(self._entries)
-        assert self.num_pages == sum(map(is_checkpoint_page, self._entries))
+        assert self.num_pages == sum(map(is_checkpoint_page_hash, self._entries))
         assert self._ahead <= published & referenced, "a block published ahead has no owner"
         assert len(self._history) <= self._max_history
         self._idle.check_invariants()
@@ -482,7 +482,7 @@ class BlockPool:
         return self._block_hashes[block] in self._queued_refs
 
     def _evict(self, num: int, tenant: str, by: str, last_resort: bool) -> list[int]:
-        self._queued_refs.count_pending()
+        self._queued_refs.apply_pending()
         wanted: Callable[[int], bool] | None = self._is_queued if self._queued_refs else None
         blocks = self._idle.evict(num, tenant, last_resort, self.now, wanted)
         self._forget(blocks, EvictionRecord("capacity", by, self.now, tenant=tenant))
@@ -516,7 +516,7 @@ class BlockPool:
             remember(block_hash, evicted)
             if retentions is not None:
                 retentions.drop_hints(block)
-            page = is_checkpoint_page(block_hash)
+            page = is_checkpoint_page_hash(block_hash)
             self.num_pages -= page
             for listener in self.page_listeners if page else listeners:
                 listener.on_block_removed(block_hash)

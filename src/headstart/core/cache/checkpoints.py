@@ -62,7 +62,7 @@ class RecurrentCheckpoints:
             self._pool.acquire(pages)
             self._pool.release(pages)
 
-    def table_with_pages(self, seq: Sequence) -> "array[int]":
+    def table_to_release(self, seq: Sequence) -> "array[int]":
         """Return the block table of a sequence to be released, with the pages of its places, which are acquired."""
         table, done = array("i"), 0
         for at, pages in self._used(seq, seq.num_computed_tokens // self._size):
@@ -111,7 +111,7 @@ class RecurrentCheckpoints:
             self._pool.release(pages, seq.request.retention)
         self._pool.release(chunk.state, seq.request.retention)
 
-    def suspect_pages(self, block_hashes: Iterable[BlockHash]) -> list[SuspectBlock]:
+    def published_pages(self, block_hashes: Iterable[BlockHash]) -> list[SuspectBlock]:
         """Return the pages of the checkpoints behind these hashes that are published now."""
         return [
             SuspectBlock(name, block, self._pool.block_version(block))
@@ -119,7 +119,7 @@ class RecurrentCheckpoints:
             for name, block in zip(self.page_hashes(block_hash), self._pages(block_hash), strict=False)
         ]
 
-    def on_sequence_left(self, seq: Sequence) -> None:
+    def announce_last_checkpoint(self, seq: Sequence) -> None:
         """Tell the listeners of the end of a sequence that ends or is queued again."""
         if seq.last_checkpoint is not None:
             self._tell(seq.last_checkpoint)

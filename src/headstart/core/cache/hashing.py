@@ -40,7 +40,7 @@ def root_hash(model: bytes, *, adapter: str | None = None, domain: bytes = b"") 
     return BlockHash(digest.digest())
 
 
-def private_root_hash(parent: BlockHash, domain: bytes) -> BlockHash:
+def private_parent_hash(parent: BlockHash, domain: bytes) -> BlockHash:
     """Return the parent hash of the first private block after a public prefix, for one isolation domain."""
     digest = hashlib.sha256(FORMAT_VERSION + b"/region")
     for field in (parent, domain):
@@ -54,7 +54,7 @@ def checkpoint_page_hash(block_hash: BlockHash, index: int) -> BlockHash:
     return BlockHash(block_hash[:_PAGE_HEAD] + index.to_bytes(4, "little") + _PAGE)
 
 
-def is_checkpoint_page(block_hash: BlockHash) -> bool:
+def is_checkpoint_page_hash(block_hash: BlockHash) -> bool:
     """Return whether a hash names a page of a checkpoint."""
     return block_hash.endswith(_PAGE)
 

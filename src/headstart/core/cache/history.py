@@ -37,7 +37,7 @@ class EvictionHistory:
         self._generation = max(capacity // 2, 1)
 
     @property
-    def block_tables(self) -> tuple[dict[BlockHash, EvictionRecord], dict[BlockHash, EvictionRecord]]:
+    def backing_tables(self) -> tuple[dict[BlockHash, EvictionRecord], dict[BlockHash, EvictionRecord]]:
         """Both generations."""
         return self._young, self._old
 
@@ -54,6 +54,6 @@ class EvictionHistory:
         """Return the eviction of a block hash; None if it is not remembered."""
         return self._young.get(block_hash) or self._old.get(block_hash)
 
-    def forget(self, block_hash: BlockHash) -> EvictionRecord | None:
+    def pop(self, block_hash: BlockHash) -> EvictionRecord | None:
         """Remove and return the eviction of a block hash that is published again; None if it is not remembered."""
         return self._young.pop(block_hash, None) or self._old.pop(block_hash, None)

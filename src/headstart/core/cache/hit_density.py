@@ -69,7 +69,7 @@ class ReuseModel:
         for table in (self.children, self._parents, self._former_parents, self._serials, self._parent_serials):
             table += [0] * num
 
-    def expected_hits(self, key: int) -> float:
+    def expected_hits_per_epoch(self, key: int) -> float:
         """Return the expected hits per epoch of a block, 0 to 1. Changes nothing."""
         epoch, kind = divmod(key, CLASSES)
         return self._values[kind][BUCKETS[min(self.epoch - epoch, MAX_AGE)]]
@@ -131,7 +131,7 @@ class ReuseModel:
         """Record that an idle block is used again."""
         self._reused(self.keys[block])
 
-    def record_withdrawn(self, block: int) -> None:
+    def record_removed_unused(self, block: int) -> None:
         """Record that an idle block is no longer idle, without a use."""
         self._leave(self.keys[block])
 
@@ -235,7 +235,7 @@ class HitDensityOrder:
 
     def remove(self, block: int) -> None:
         self._take(block)
-        self._model.record_withdrawn(block)
+        self._model.record_removed_unused(block)
 
     def remove_reused(self, blocks: Sequence[int]) -> None:
         marks, revived = self._marks, self._model.record_reuse
@@ -271,7 +271,7 @@ class HitDensityOrder:
         self._place(block)
 
     @property
-    def block_tables(self) -> tuple[OrderedDict[int, None], ...]:
+    def backing_tables(self) -> tuple[OrderedDict[int, None], ...]:
         return (*self._queues.values(), self._parked)
 
     def __len__(self) -> int:
@@ -285,7 +285,7 @@ class HitDensityOrder:
 
     def __iter__(self) -> Iterator[int]:
         """Iterate in eviction order, except that blocks with others behind them come last."""
-        value = self._model.expected_hits
+        value = self._model.expected_hits_per_epoch
         for key in sorted(self._queues, key=lambda key: (value(key), key)):
             yield from self._queues[key]
         yield from self._parked
@@ -299,7 +299,7 @@ class HitDensityOrder:
         queue = self._queues.get(key)
         if queue is None:
             queue = self._queues[key] = OrderedDict()
-            heappush(self._heap, (model.expected_hits(key), key))
+            heappush(self._heap, (model.expected_hits_per_epoch(key), key))
         queue[block] = None
 
     def _park(self, block: int) -> None:
@@ -317,7 +317,7 @@ class HitDensityOrder:
     def _rebuild(self) -> None:
         """Order the queues by their values of this epoch; drop empty ones."""
         self._queues = {key: queue for key, queue in self._queues.items() if queue}
-        value = self._model.expected_hits
+        value = self._model.expected_hits_per_epoch
         self._heap = [(value(key), key) for key in self._queues]
         heapify(self._heap)
         self._heap_epoch = self._model.epoch

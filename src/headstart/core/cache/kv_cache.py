@@ -19,7 +19,7 @@ from headstart.core.cache.hashing import (
     HashChain,
     checkpoint_page_hash,
     extend_block_hashes,
-    private_root_hash,
+    private_parent_hash,
     root_hash,
 )
 from headstart.core.request import CacheMode, Request, Sequence, empty_block_table
@@ -158,7 +158,7 @@ class KVCache:
         seq.started_from = seq.block_hashes[depth - 1] if hit.state else None
         seq.junction = found if self.checkpoints.num_pages and found > depth else 0
 
-    def allocate_states(self, seq: Sequence, start: int, end: int) -> tuple[tuple[int, ...], Saves]:
+    def allocate_state_blocks(self, seq: Sequence, start: int, end: int) -> tuple[tuple[int, ...], Saves]:
         """Return the blocks that a planned chunk reads its state from, and those that it keeps states in.
 
         They are held until `checkpoints.end`.
@@ -249,8 +249,8 @@ class KVCache:
 
         The pages of its checkpoints are among them, each after the blocks whose state it is.
         """
-        self.checkpoints.on_sequence_left(seq)
-        table = self.checkpoints.table_with_pages(seq) if self.checkpoints.num_pages else seq.block_ids
+        self.checkpoints.announce_last_checkpoint(seq)
+        table = self.checkpoints.table_to_release(seq) if self.checkpoints.num_pages else seq.block_ids
         seq.block_ids = empty_block_table()
         seq.taken = []
         assert not seq.state, f"{seq.request_id} holds pages of a state that it has not read"
@@ -270,7 +270,7 @@ class KVCache:
         """Return whether others may reuse what it computes."""
         return self.enabled and seq.recompute is None and seq.request.cache is CacheMode.READ_WRITE
 
-    def num_pinned_blocks(self, block_hashes: list[BlockHash]) -> int:
+    def num_leading_pinned(self, block_hashes: list[BlockHash]) -> int:
         """Return the number of leading `block_hashes` that are pinned."""
         return next(
             (index for index, block_hash in enumerate(block_hashes) if not self.pool.is_pinned(block_hash)),
@@ -309,7 +309,7 @@ class KVCache:
                 break
         if hashes:
             seq.root, seq.num_public_blocks = root, len(hashes)
-            seq.region = private_root_hash(hashes[-1], seq.request.domain)
+            seq.region = private_parent_hash(hashes[-1], seq.request.domain)
 
     def _lookup(self, seq: Sequence, index: int) -> list[int]:
         """Return verified blocks from block `index` on; the region hash is the first private block's parent."""

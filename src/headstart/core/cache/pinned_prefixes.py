@@ -26,7 +26,7 @@ MAX_ATTEMPTS = 3  # to compute a prefix whose blocks were lost before it was rea
 _ONCE = SamplingParams(temperature=0.0, max_tokens=1)
 
 
-class BlockDemand(NamedTuple):
+class RequestBlockDemand(NamedTuple):
     """The blocks that a live request may need in all; `non_preemptible`: it must not be preempted again."""
 
     seq: Sequence
@@ -40,7 +40,9 @@ class PinnedPrefixes(BlockListener):
     `demands` iterates over what must still fit beside the pins.
     """
 
-    def __init__(self, cache: KVCache, demands: Callable[[], Iterable[BlockDemand]], *, max_share: float = 0.5) -> None:
+    def __init__(
+        self, cache: KVCache, demands: Callable[[], Iterable[RequestBlockDemand]], *, max_share: float = 0.5
+    ) -> None:
         self._cache = cache
         self._pool = cache.pool
         self._max_share = max_share
@@ -140,7 +142,7 @@ class PinnedPrefixes(BlockListener):
 
     # --------------------------------------------------------------------------------------------- called by the engine
 
-    def take_requests(self) -> "tuple[list[str], list[Request]]":
+    def take_aborts_and_requests(self) -> "tuple[list[str], list[Request]]":
         """Return ids to abort and requests to run, so that every pinned hash gets its block. Each is returned once."""
         if self._lost:
             self._lost = False
@@ -152,7 +154,7 @@ class PinnedPrefixes(BlockListener):
         wanted, self._requests = self._requests, []
         return aborted, wanted
 
-    def remove_own_outputs(self, outputs: "list[RequestStepOutput]") -> "list[RequestStepOutput]":
+    def without_warming_outputs(self, outputs: "list[RequestStepOutput]") -> "list[RequestStepOutput]":
         """Remove the outputs of its own requests from `outputs`."""
         if not self._warming:
             return outputs

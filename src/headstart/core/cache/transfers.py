@@ -212,11 +212,13 @@ class StoreTransfers:
         assert self._store is not None
         return self._pool.contains(name) or (name not in self._promised and self._store.contains(name))
 
-    def contains(self, block_hash: BlockHash) -> bool:
+    def in_pool_or_store(self, block_hash: BlockHash) -> bool:
         """Return whether the pool or the store has a block with this hash. Changes nothing."""
         return self._pool.contains(block_hash) or (self._store is not None and self._store.contains(block_hash))
 
-    def begin_load(self, seq: Sequence, wanted: LoadableBlocks, now: float, *, may_meet: bool = False) -> bool:
+    def begin_load_if_faster(
+        self, seq: Sequence, wanted: LoadableBlocks, now: float, *, may_meet: bool = False
+    ) -> bool:
         """Begin to load what a sequence wants if that is faster than computing; else change nothing.
 
         Return whether the sequence waits for it; if it `may_meet` a long load, it does not.
@@ -246,7 +248,7 @@ class StoreTransfers:
         seq.num_loads += 1
         return not meets
 
-    def chunk_len(self, seq: Sequence, start: int, num: int) -> int:
+    def max_chunk_len(self, seq: Sequence, start: int, num: int) -> int:
         """Return how many of `num` tokens from `start` on to compute until the next look at a load that is passed.
 
         That is up to the first block that has arrived, and no longer than until load and sequence should meet.

@@ -14,7 +14,7 @@ the first request that fails because of it. A request is computed again at most 
 
 from headstart.core.cache.kv_cache import KVCache
 from headstart.core.cache.transfers import StoreTransfers
-from headstart.core.request import RecomputeRun, Sequence, SuspectBlock
+from headstart.core.request import RecomputeAttempt, Sequence, SuspectBlock
 from headstart.core.sched.admission import AdmissionControl
 
 
@@ -36,8 +36,8 @@ class CorruptionPolicy:
         shared = self._shared(seq)
         found = (self._published(seq, index) for index in sorted(shared))
         states, started = self._cache.checkpoints, () if seq.started_from is None else (seq.started_from,)
-        suspects = (*(suspect for suspect in found if suspect is not None), *states.suspect_pages(started))
-        left = states.suspect_pages(seq.checkpoints)
+        suspects = (*(suspect for suspect in found if suspect is not None), *states.published_pages(started))
+        left = states.published_pages(seq.checkpoints)
         self._transfers.discard_corrupt(self._transfers.hashes_stored_from_pool([page.block_hash for page in left]))
         self._pool.discard_corrupt([page.block for page in left])
         own = [index for index in range(len(seq.block_ids)) if index not in shared]
@@ -47,7 +47,7 @@ class CorruptionPolicy:
         if seq.was_recomputed or not (shared or suspects) or not self._admission.fits_private_copy(seq):
             return False
         seq.was_recomputed = True
-        seq.recompute = RecomputeRun(suspects, end)
+        seq.recompute = RecomputeAttempt(suspects, end)
         return True
 
     def has_published_suspects(self, seq: Sequence) -> bool:

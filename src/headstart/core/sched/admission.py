@@ -70,7 +70,7 @@ class AdmissionControl:
         """Raise RequestTooLargeError if it would not fit even alone, beside the blocks pinned for others."""
         cache, pool = self._cache, self._cache.pool
         blocks, pinned = self._blocks_at(self._longest(seq)), pool.num_pinned_hashes
-        own = cache.num_pinned_blocks(seq.block_hashes) if pinned and cache.may_read_cache(seq) else 0
+        own = cache.num_leading_pinned(seq.block_hashes) if pinned and cache.may_read_cache(seq) else 0
         usable = pool.num_usable - pinned + own
         if blocks > usable:
             kept = f" beside {pinned - own} pinned ones" if pinned > own else ""

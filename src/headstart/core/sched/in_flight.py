@@ -27,7 +27,7 @@ class StepInFlight:
     def __init__(self, entries: list[tuple[Sequence, Chunk]]) -> None:
         self.entries = entries
         self.lengths = [  # tokens of each chunk before its drafts
-            len(chunk.token_ids) if chunk.num_logits < 2 else chunk.num_known_tokens for _, chunk in entries
+            len(chunk.token_ids) if chunk.num_logits < 2 else chunk.num_non_draft_tokens for _, chunk in entries
         ]
         self.ahead: list[tuple[int, list[int]]] = []  # row, and its blocks that are published ahead
         self.released: list[tuple[array[int], RetentionHint]] = []  # block tables to release at its end

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.request import Sequence
 from headstart.core.sched.limits import Limits, budget_cost, chunk_len
-from headstart.core.sched.tenant_shares import StepShare
+from headstart.core.sched.tenant_shares import RemainingStepShare
 
-NO_SHARES: Mapping[str, StepShare] = {}
+NO_SHARES: Mapping[str, RemainingStepShare] = {}
 
 
 class StepPlan:
@@ -25,7 +25,7 @@ class StepPlan:
         *,
         num_decodes: int,
         max_prompt_tokens: int | None = None,
-        shares: Mapping[str, StepShare] = NO_SHARES,
+        shares: Mapping[str, RemainingStepShare] = NO_SHARES,
     ) -> None:
         """Begin a plan. `max_prompt_tokens`: limit set by the step's time bound; None: no limit.
 
@@ -40,7 +40,7 @@ class StepPlan:
         self._promised: set[BlockHash] = set()
         self._shares = shares
 
-    def chunk_len(self, seq: Sequence, start: int, want: int, *, alone: bool) -> int:
+    def max_chunk_len(self, seq: Sequence, start: int, want: int, *, alone: bool) -> int:
         """Return how many of the last `want` tokens of `seq`, from `start` on, to compute.
 
         Prefills leave one token for each unplanned decode. A decode with forced tokens gets one token at least, and
@@ -54,7 +54,7 @@ class StepPlan:
         if share is not None:
             cap = share.num_prompt_tokens if cap is None else min(cap, share.num_prompt_tokens)
         n = chunk_len(want, start, self.budget - self._num_decodes, self.limits, alone=alone, cap=cap)
-        return n or int(self.budget > 0 and has_row and is_decode(seq))
+        return n or int(self.budget > 0 and has_row and is_decoding(seq))
 
     def exceeds_tenant_share(self, seq: Sequence, start: int) -> bool:
         """Return whether its tenant has used up its share of the step for a chunk from `start` on."""
@@ -71,7 +71,7 @@ class StepPlan:
         decode = want == 1
         self.budget -= (n if decode else budget_cost(start, n, self.limits, decode=False)) + extra
         self.entries.append((seq, n))
-        one = decode or is_decode(seq)
+        one = decode or is_decoding(seq)
         if self._num_decodes and one:
             self._num_decodes -= 1
         share = self._share(seq) if self._shares else None
@@ -88,11 +88,11 @@ class StepPlan:
         """Return whether block `index` of `seq` is promised."""
         return index < len(seq.block_hashes) and seq.block_hashes[index] in self._promised
 
-    def _share(self, seq: Sequence) -> StepShare | None:
+    def _share(self, seq: Sequence) -> RemainingStepShare | None:
         return self._shares.get(seq.request.tenant)
 
 
-def is_decode(seq: Sequence) -> bool:
+def is_decoding(seq: Sequence) -> bool:
     """Return whether a running sequence computes output: one token, or forced tokens too."""
     start = seq.num_computed_tokens + seq.num_scheduled_tokens
     return len(seq.token_ids) + (seq.pending_row is not None) - start == 1 or start >= len(seq.request.prompt)

@@ -32,7 +32,7 @@ class QueuedBlockRefs:
             self._uncounted.setdefault(block_hashes[-1], []).append(block_hashes[:])
             self._num_uncounted += 1
             if self._num_uncounted > MAX_UNCOUNTED:
-                self.count_pending()
+                self.apply_pending()
 
     def discard(self, block_hashes: Sequence[BlockHash]) -> None:
         """Remove one reference from every hash, in any grouping."""
@@ -43,7 +43,7 @@ class QueuedBlockRefs:
                 del self._uncounted[block_hashes[-1]]
             self._num_uncounted -= 1
             return
-        self.count_pending()
+        self.apply_pending()
         counts = self._counts
         for block_hash in block_hashes:
             assert block_hash in counts, f"block {block_hash.hex()} is dereferenced more often than referenced"
@@ -52,7 +52,7 @@ class QueuedBlockRefs:
             else:
                 counts[block_hash] -= 1
 
-    def count_pending(self) -> None:
+    def apply_pending(self) -> None:
         """Count the references added since the last call."""
         for alike in self._uncounted.values():
             for block_hashes in alike:

@@ -26,18 +26,18 @@ from headstart.core.cache.block_store import BlockStore
 from headstart.core.cache.eviction import PYTHON, KVBlockLoops
 from headstart.core.cache.hashing import HashChain
 from headstart.core.cache.kv_cache import NO_HIT, KVCache, PrefixHit
-from headstart.core.cache.pinned_prefixes import BlockDemand, PinnedPrefixes
+from headstart.core.cache.pinned_prefixes import PinnedPrefixes, RequestBlockDemand
 from headstart.core.cache.transfers import LoadableBlocks, StoreTransfers
 from headstart.core.cache.trust import CorruptionPolicy
 from headstart.core.errors import prompt_too_long_error
 from headstart.core.request import FinishReason, Request, Sequence, SequenceStatus
 from headstart.core.sched.admission import MAX_CANDIDATES, AdmissionControl, is_non_preemptible
 from headstart.core.sched.in_flight import StepInFlight, StepsInFlight, is_current_chunk, needs_token_on_host
-from headstart.core.sched.plan import NO_SHARES, StepPlan, is_decode
+from headstart.core.sched.plan import NO_SHARES, StepPlan, is_decoding
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.step_time import StepTimes
 from headstart.core.sched.tenant_queues import TenantQueues
-from headstart.core.sched.tenant_shares import StepDemand, StepShare, TenantShares
+from headstart.core.sched.tenant_shares import RemainingStepShare, StepDemand, TenantShares
 from headstart.core.sched.token_accounting import TokenAccounting
 from headstart.core.sched.waiting_queue import POLICIES, OrderedSequences, PrefixGroup
 from headstart.core.speculation.speculation import Speculator
@@ -196,11 +196,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------- planning
 
-    def _plan(self, running: list[Sequence], shares: Mapping[str, StepShare], victims: set[str]) -> StepPlan:
+    def _plan(self, running: list[Sequence], shares: Mapping[str, RemainingStepShare], victims: set[str]) -> StepPlan:
         """Plan a step. `shares`: of tenants, if there are several; nothing of the tenants `victims` is admitted."""
-        num_decodes = total = sum(map(is_decode, running))
+        num_decodes = total = sum(map(is_decoding, running))
         if shares:
-            decodes = Counter(seq.request.tenant for seq in running if is_decode(seq))
+            decodes = Counter(seq.request.tenant for seq in running if is_decoding(seq))
             num_decodes = sum(min(num, shares[tenant].num_rows) for tenant, num in decodes.items())
         self._num_prompts = len(self._sequences) - total
         most = self.step_times.max_prompt_tokens(num_decodes, self._num_prompts)
@@ -234,7 +234,7 @@ class Scheduler:
                 if self._is_promised(plan, seq, index) or self._is_loading(seq, hit, index):
                     continue
             want = num_tokens - start
-            n = self.transfers.chunk_len(seq, start, plan.chunk_len(seq, start, want, alone=alone))
+            n = self.transfers.max_chunk_len(seq, start, plan.max_chunk_len(seq, start, want, alone=alone))
             while n and not self.cache.extend_table(seq, hit, start + n, last_resort=len(self.running) == 1):
                 if self.transfers.cancel_loads_holding_blocks():
                     continue
@@ -327,7 +327,7 @@ class Scheduler:
             fits = len(wanted.pieces) + transfers.num_outstanding <= self.cache.num_available_after_hit(seq, hit)
         else:
             fits = not wanted.num_pages or self._fits(seq, hit, reserved + wanted.num_pages)
-        return fits and transfers.begin_load(
+        return fits and transfers.begin_load_if_faster(
             seq, wanted, self._now, may_meet=alone and self._fits_beside(seq, hit, wanted)
         )
 
@@ -343,8 +343,8 @@ class Scheduler:
         if hit.state and not self.running and not self._fits(seq, hit, reserved):
             hit = NO_HIT  # alone it fits, but not beside the pages of the state that it would begin from
         want = seq.num_tokens - hit.num_tokens
-        n = plan.chunk_len(seq, hit.num_tokens, want, alone=len(self._sequences) == 1)
-        n = self.transfers.chunk_len(seq, hit.num_tokens, n)
+        n = plan.max_chunk_len(seq, hit.num_tokens, want, alone=len(self._sequences) == 1)
+        n = self.transfers.max_chunk_len(seq, hit.num_tokens, n)
         extra = self._charge_for(hit)
         if not n or (extra and plan.entries and extra + n > plan.budget) or not self._fits(seq, hit, reserved):
             return False
@@ -419,7 +419,9 @@ class Scheduler:
         request, tokens, start = seq.request, seq.token_ids, seq.num_computed_tokens + seq.num_scheduled_tokens
         end = start + n
         is_unknown = start == len(tokens)
-        state, saves = self.cache.allocate_states(seq, start, end) if self.cache.checkpoints.num_pages else ((), ())
+        state, saves = (
+            self.cache.allocate_state_blocks(seq, start, end) if self.cache.checkpoints.num_pages else ((), ())
+        )
         published = seq.num_published_blocks * self.block_size
         return Chunk(  # in the order of its fields: keywords cost a tenth of a step of 256 decodes
             request.request_id,
@@ -456,11 +458,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------- tenants
 
-    def _shares(self, running: list[Sequence]) -> dict[str, StepShare]:
+    def _shares(self, running: list[Sequence]) -> dict[str, RemainingStepShare]:
         """Return the share of each tenant in this step."""
         decodes, prompts, most = Counter[str](), Counter[str](), self.limits.max_batched_tokens
         for seq in running:
-            tenant, is_one = seq.request.tenant, is_decode(seq)
+            tenant, is_one = seq.request.tenant, is_decoding(seq)
             decodes[tenant] += is_one
             prompts[tenant] += seq.num_tokens - seq.next_start - is_one
         for tenant in self.waiting.tenants:
@@ -474,7 +476,7 @@ class Scheduler:
         Return the tenants of those preempted. While a step is in flight none is: planning goes on when it has ended.
         """
         victims = set[str]()
-        self.tenants.count_running(self.running)
+        self.tenants.recount_usage(self.running)
         for tenant in self.waiting.tenants:
             group = None if self.tenants.reaches_share(tenant) else self.waiting.queue_of(tenant).next_group()
             if group is None:
@@ -655,10 +657,10 @@ class Scheduler:
             evicted_by=seq.evicted_by,
         )
 
-    def _demands(self) -> Iterator[BlockDemand]:
+    def _demands(self) -> Iterator[RequestBlockDemand]:
         """Iterate over what must still fit beside pinned blocks."""
         for seq in self._sequences.values():
-            yield BlockDemand(
+            yield RequestBlockDemand(
                 seq, self.admission.max_blocks(seq), is_non_preemptible(seq) and seq.status is SequenceStatus.RUNNING
             )
 

@@ -9,7 +9,7 @@ records the chunks of their prompts.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from headstart.core.batch import Chunk, PrefillChunk, RequestStepOutput
+from headstart.core.batch import Chunk, PrefillChunkTiming, RequestStepOutput
 from headstart.core.request import Request
 
 DECODE_STEPS = 6.0  # bound of a step with prompt tokens, in pure decode steps
@@ -50,7 +50,7 @@ class StepTimes:
         below = next((seconds for seconds in known[at::-1] if seconds), 0.0) if at >= 0 else 0.0
         return below or next((seconds for seconds in known if seconds), 0.0)
 
-    def extra_decode_seconds(self, num_decodes: int) -> float:
+    def marginal_decode_seconds(self, num_decodes: int) -> float:
         """Return the time that one more decode adds to a step of `num_decodes`; 0 while nothing is known."""
         many, one = (
             self.decode_step_seconds(num_decodes),
@@ -109,11 +109,11 @@ def _moved(old: float, seen: float) -> float:
     return old * factor ** (_UP if factor > 1 else _DOWN)
 
 
-class PrefillTimes:
+class TracedPrefills:
     """The chunks in which the prompts of traced requests are computed, until all of the prompt is."""
 
     def __init__(self) -> None:
-        self._chunks: dict[str, list[PrefillChunk]] = {}
+        self._chunks: dict[str, list[PrefillChunkTiming]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._chunks)
@@ -134,11 +134,11 @@ class PrefillTimes:
         for chunk in chunks:
             found = self._chunks.get(chunk.request_id)
             if found is not None:
-                one = PrefillChunk(planned_at, elapsed, len(chunk.token_ids))
+                one = PrefillChunkTiming(planned_at, elapsed, len(chunk.token_ids))
                 if len(found) == MAX_PREFILL_CHUNKS:
                     last = found.pop()
                     until = planned_at + elapsed - last.planned_at
-                    one = PrefillChunk(last.planned_at, until, last.num_tokens + one.num_tokens)
+                    one = PrefillChunkTiming(last.planned_at, until, last.num_tokens + one.num_tokens)
                 found.append(one)
         return [self._with_chunks(output) for output in outputs]
 

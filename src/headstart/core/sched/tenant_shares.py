@@ -32,7 +32,7 @@ class StepDemand(NamedTuple):
 
 
 @dataclass(slots=True)
-class StepShare:
+class RemainingStepShare:
     """The unused part of a tenant's share of a step. `num_rows`: of decodes, and of prompts that are cached whole."""
 
     num_rows: int
@@ -82,7 +82,7 @@ class TenantShares:
 
     # --------------------------------------------------------------------------------------- places and blocks
 
-    def count_running(self, running: Iterable[Sequence]) -> None:
+    def recount_usage(self, running: Iterable[Sequence]) -> None:
         """Count places and blocks, before a step is planned."""
         self._places.clear()
         self._blocks.clear()
@@ -131,11 +131,11 @@ class TenantShares:
 
     # ---------------------------------------------------------------------------------------------------- steps
 
-    def step_shares(self, demands: Mapping[str, StepDemand], num_prompts: int) -> dict[str, StepShare]:
+    def step_shares(self, demands: Mapping[str, StepDemand], num_prompts: int) -> dict[str, RemainingStepShare]:
         """Return the share of each tenant in a step. `num_prompts`: that run or wait."""
         max_tokens = self._limits.max_batched_tokens
         num_decodes = sum(demand.num_decodes for demand in demands.values())
-        row, token = self._times.extra_decode_seconds(num_decodes), self._times.seconds_per_token
+        row, token = self._times.marginal_decode_seconds(num_decodes), self._times.seconds_per_token
         seconds = min(self._seconds_alone(demand, row) for demand in demands.values())
         if self._left_at and self._times.bound is not None:
             seconds = min(seconds, max(PRESENT_STEPS * self._times.decode_step_seconds(1), LEAST_SECONDS))
@@ -155,7 +155,7 @@ class TenantShares:
         most = self._times.max_prompt_tokens(num_rows, num_prompts)
         total = max_tokens - num_rows
         tokens = self._divided(total if most is None else min(total, most), wants)
-        return {name: StepShare(rows[name], tokens[name]) for name in demands}
+        return {name: RemainingStepShare(rows[name], tokens[name]) for name in demands}
 
     def _affordable(self, name: str, left: float, num_prompt_tokens: int) -> int:
         """Return the prompt tokens for `left` seconds, less what the tenant owes: at least a chunk, or none."""

@@ -84,7 +84,7 @@ class TokenAccounting:
         self._find_evicted(seq, len(hit.block_ids))
         self._late(seq, cached, hit.num_tokens)
         if self._cache.pool.num_pinned_hashes:
-            pinned = self._cache.num_pinned_blocks(seq.block_hashes[: len(hit.block_ids)])
+            pinned = self._cache.num_leading_pinned(seq.block_hashes[: len(hit.block_ids)])
             seq.num_pinned_tokens = min(pinned * self._cache.block_size, cached)
         if not self._is_internal(seq.request_id):
             self.counters.prefix_queries += len(seq.token_ids)
@@ -156,7 +156,7 @@ class TokenAccounting:
     def _num_ideal(self, block_hashes: list[BlockHash]) -> int:
         """Return the number of leading `block_hashes` that a perfect cache or the real one holds."""
         known = self._ideal.num_cached_blocks(block_hashes)
-        while known < len(block_hashes) and self._transfers.contains(block_hashes[known]):
+        while known < len(block_hashes) and self._transfers.in_pool_or_store(block_hashes[known]):
             known += 1
         return known
 

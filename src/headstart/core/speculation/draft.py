@@ -32,7 +32,7 @@ def draft_from_match(text: "array[int]", match: NgramMatch, num: int, *, repeats
     return Draft(tokens, match.length, min(agreed, default=len(tokens)))
 
 
-def longer_match(one: Draft | None, other: Draft | None) -> Draft | None:
+def draft_of_longer_match(one: Draft | None, other: Draft | None) -> Draft | None:
     """Return the draft behind the longer match; of equally long ones `one`, which the other may agree with."""
     if one is None or other is None:
         return one or other

@@ -109,7 +109,7 @@ class AcceptanceEstimate:
         self._memory = memory
         self._skipped, self._pause = 0, LEAST_PAUSE
 
-    def accepted_shares(self) -> list[float]:
+    def accepted_shares_by_class(self) -> list[float]:
         """Return the accepted share of each class of tokens."""
         return [accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True)]
 
@@ -140,7 +140,7 @@ class AcceptanceEstimate:
         self._tried[at] = tried
         self._accepted[at] = min(max(accepted, LEAST_SHARE * tried), MOST_SHARE * tried)
 
-    def count_skipped_draft(self) -> bool:
+    def decide_probe(self) -> bool:
         """Note that a draft does not pay by the estimate; return whether to probe with one token all the same.
 
         Probes that are rejected become rarer.

@@ -9,7 +9,7 @@ from array import array
 from collections import OrderedDict
 
 from headstart.core.request import Sequence
-from headstart.core.speculation.draft import END, Draft, draft_from_match, longer_match
+from headstart.core.speculation.draft import END, Draft, draft_from_match, draft_of_longer_match
 from headstart.core.speculation.ngram_index import NgramIndex
 
 MAX_ENTRIES = 64
@@ -43,7 +43,7 @@ class _Entry:
         for text, index in self._generations:
             match = index.find_longest(text, last)
             if match is not None:
-                best = longer_match(best, draft_from_match(text, match, num))
+                best = draft_of_longer_match(best, draft_from_match(text, match, num))
         return best
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from headstart.core.batch import Chunk
 from headstart.core.cache.kv_cache import KVCache
 from headstart.core.request import Sequence
-from headstart.core.speculation.draft import Draft, draft_from_match, longer_match
+from headstart.core.speculation.draft import Draft, draft_from_match, draft_of_longer_match
 from headstart.core.speculation.draft_length import (
     DOMAIN_MEMORY,
     AcceptanceEstimate,
@@ -81,7 +81,7 @@ class Speculator:
         lengths = choose_draft_lengths(self.cost, num_decodes, probabilities, budget)
         chosen: dict[str, array[int]] = {}
         for (seq, state, draft), length in zip(found, lengths, strict=True):
-            if not length and len(chosen) < budget and state.acceptance.count_skipped_draft():
+            if not length and len(chosen) < budget and state.acceptance.decide_probe():
                 length = 1
             if length:
                 state.draft = draft.truncated(length)
@@ -135,7 +135,7 @@ class Speculator:
     def _first_acceptance(self, seq: Sequence) -> AcceptanceEstimate:
         """Return what is expected of a new sequence: the acceptance of its domain, unless it may not read from it."""
         return (
-            AcceptanceEstimate(self._domain(seq).accepted_shares())
+            AcceptanceEstimate(self._domain(seq).accepted_shares_by_class())
             if self._cache.may_read_cache(seq)
             else AcceptanceEstimate()
         )
@@ -169,7 +169,9 @@ class Speculator:
         match = index.find_longest(tokens, last)
         draft = None if match is None else draft_from_match(tokens, match, most, repeats=True)
         return (
-            longer_match(draft, self._history.find_draft(seq, last, most)) if self._cache.may_read_cache(seq) else draft
+            draft_of_longer_match(draft, self._history.find_draft(seq, last, most))
+            if self._cache.may_read_cache(seq)
+            else draft
         )
 
 

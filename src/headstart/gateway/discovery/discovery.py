@@ -20,7 +20,7 @@ from headstart.core.errors import ConfigError
 from headstart.gateway.replicas.replica_address import (
     MAX_PORT,
     ReplicaAddress,
-    may_be_replica_address,
+    is_allowed_replica_ip,
     parse_replica_address,
 )
 from headstart.http.logs import ServerLog
@@ -83,7 +83,7 @@ def replicas_at_endpoints(endpoints: Iterable[tuple[str, int]], *, allow_loopbac
     """Return the replicas at endpoints, each a host as in a URL and a port. `allow_loopback`: also at loopback ones."""
     found, refused = set[ReplicaAddress](), set[str]()
     for host, port in endpoints:
-        if 1 <= port <= MAX_PORT and may_be_replica_address(host.strip("[]"), allow_loopback=allow_loopback):
+        if 1 <= port <= MAX_PORT and is_allowed_replica_ip(host.strip("[]"), allow_loopback=allow_loopback):
             found.add(ReplicaAddress(f"http://{host}:{port}"))
         else:
             refused.add(f"{host}:{port}")

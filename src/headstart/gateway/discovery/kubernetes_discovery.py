@@ -21,9 +21,9 @@ from headstart.gateway.discovery.kubernetes_objects import (
     InferencePool,
     KubernetesTarget,
     Pod,
-    pool_addresses,
     port_names,
-    slice_addresses,
+    replicas_of_pool,
+    replicas_of_slices,
 )
 from headstart.http.logs import ServerLog
 
@@ -80,7 +80,7 @@ class KubernetesDiscovery:
 
     async def _watch_service(self, api: KubernetesApi, listing: ReplicaListing) -> None:
         def listed(slices: Mapping[str, EndpointSlice]) -> None:
-            found = slice_addresses(slices.values(), self._target.port, allow_loopback=self._allow_loopback)
+            found = replicas_of_slices(slices.values(), self._target.port, allow_loopback=self._allow_loopback)
             ports = port_names(slices.values())
             if ports and not any(found) and (self._target.port not in ports or not self._target.port):
                 listing.log_complaint(
@@ -102,7 +102,7 @@ class KubernetesDiscovery:
             if pool is None:
                 listing.update(DiscoveredReplicas())
             else:
-                listing.update(pool_addresses(pool, pods.values(), allow_loopback=self._allow_loopback))
+                listing.update(replicas_of_pool(pool, pods.values(), allow_loopback=self._allow_loopback))
 
         def pods_listed(found: Mapping[str, Pod]) -> None:
             nonlocal pods

@@ -166,14 +166,16 @@ class EndpointSlice(Struct, frozen=True, rename="camel"):
     ports: list[SlicePort] | None = None
 
 
-def pool_addresses(pool: InferencePool, pods: Iterable[Pod], *, allow_loopback: bool = False) -> DiscoveredReplicas:
+def replicas_of_pool(pool: InferencePool, pods: Iterable[Pod], *, allow_loopback: bool = False) -> DiscoveredReplicas:
     """Return a replica for each target port of each pod that has an address and is not terminating."""
     hosts = [host for pod in pods if _is_listed(pod) and (host := url_host(pod.status.pod_ip)) is not None]
     ports = dict.fromkeys(port.number for port in pool.spec.target_ports)
     return replicas_at_endpoints([(host, port) for host in hosts for port in ports], allow_loopback=allow_loopback)
 
 
-def slice_addresses(slices: Iterable[EndpointSlice], port: str, *, allow_loopback: bool = False) -> DiscoveredReplicas:
+def replicas_of_slices(
+    slices: Iterable[EndpointSlice], port: str, *, allow_loopback: bool = False
+) -> DiscoveredReplicas:
     """Return a replica for each endpoint that is not terminating.
 
     `port` is the name or number of one of the slices' ports; empty: their only one. Slices without it list nothing. A

@@ -22,7 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from headstart.gateway.kv_events.kv_event_intake import (
     KVEventApplier,
-    PublisherTrust,
+    PublisherSuspension,
     Reconfigured,
     UntrustedPublisherError,
 )
@@ -139,7 +139,7 @@ class KVEventConsumer:
         self.is_connected = False
         self.is_suspended = False  # its events are ignored for a while
         self.last_heard: float | None = None  # of a batch, live or replayed; seconds, time.monotonic()
-        self._trust = PublisherTrust()
+        self._trust = PublisherSuspension()
         self._intake = KVEventApplier(index, kind, self._trust, self._say, reconfigured)
         self._feed = EventSequencer(replays=address.replay is not None)
         self._replay: ReplaySocket | None = None
@@ -172,9 +172,9 @@ class KVEventConsumer:
         return {**self._own, **feed, **self._intake.counts}
 
     @property
-    def position(self) -> int:
+    def next_batch_number(self) -> int:
         """The number of the next batch in order."""
-        return self._feed.position
+        return self._feed.next_batch_number
 
     @property
     def is_applying(self) -> bool:
@@ -297,11 +297,11 @@ class KVEventConsumer:
 
     async def _offer(self, frames: list[bytes], *, replayed: bool) -> None:
         """Handle one message: its last two frames are batch number and batch; frames before them are ignored."""
-        await self._intake.pause()
-        self._trust.received(sum(map(len, frames)), time.monotonic())
+        await self._intake.yield_if_due()
+        self._trust.count_bytes(sum(map(len, frames)), time.monotonic())
         number = int.from_bytes(frames[-2], "big", signed=True) if len(frames) > 1 and len(frames[-2]) == 8 else -1
         if number < 0 or len(frames) > MAX_FRAMES:
-            self._intake.refuse("it sent a message that is no numbered batch")
+            self._intake.count_invalid_message("it sent a message that is no numbered batch")
             return
         self.last_heard = time.monotonic()
         await self._take(self._feed.offer(number, frames[-1], replayed=replayed))
@@ -329,7 +329,9 @@ class KVEventConsumer:
         """Request all batches from the last applied one on: that one shows whether the publisher is the same."""
         self._own["replays"] += 1
         self._active_at = None
-        replay.request(max(self._feed.position - 1, 0), (self._feed.num_restarts, self._feed.position))
+        replay.request(
+            max(self._feed.next_batch_number - 1, 0), (self._feed.num_restarts, self._feed.next_batch_number)
+        )
 
     async def _replay_ended(self, replay: ReplaySocket, *, in_time: bool = True) -> None:
         """Give up batches that the replay did not bring.
@@ -342,7 +344,7 @@ class KVEventConsumer:
                 self._feed.reset_for_new_publisher()
             )  # not even the requested batch, which was applied last
         is_another = restarts != self._feed.num_restarts
-        if is_another or (position != self._feed.position and (self.has_gap or not in_time)):
+        if is_another or (position != self._feed.next_batch_number and (self.has_gap or not in_time)):
             self._request_replay(replay)
         else:
             await self._give_up()

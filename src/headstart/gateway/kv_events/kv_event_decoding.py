@@ -133,7 +133,7 @@ read_raws = _decoder(list[Raw])
 read_tokens = msgspec.msgpack.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]).decode
 
 
-def split_batch_into_raw_events(payload: bytes) -> Raw:
+def raw_event_array(payload: bytes) -> Raw:
     """Return the array of events of a batch."""
     return (_array_batch if is_msgpack_array(payload) else _map_batch)(payload).events
 
@@ -241,18 +241,18 @@ class KVEventDecoder:
         self._salts_are_digests = kind == "headstart"
         self._group: int | None = None
 
-    def cleared(self) -> None:
+    def reset(self) -> None:
         """Reset the state that belongs to one publisher."""
         self._group = None
 
     def decode(self, payload: bytes) -> Iterator[Event]:
         """Return the events of one batch."""
-        return chain.from_iterable(map(self.read, self.split(payload)))
+        return chain.from_iterable(map(self.decode_event, self.split(payload)))
 
     def split(self, payload: bytes) -> list[Raw]:
         """Return the raw events of one batch; none of a batch that cannot be read, which is counted."""
         try:
-            events = split_batch_into_raw_events(payload)
+            events = raw_event_array(payload)
             count = msgpack_array_length(events)
             if count > max(FEW_EVENTS, len(events) // MIN_EVENT_BYTES):
                 raise ValueError(f"{count} events in {len(events)} bytes")
@@ -262,7 +262,7 @@ class KVEventDecoder:
             self.num_unknown_removals += 1
             return []
 
-    def read(self, raw: Raw) -> Iterator[Event]:
+    def decode_event(self, raw: Raw) -> Iterator[Event]:
         """Yield one event in pieces of at most MAX_BLOCKS blocks; count it as malformed if any piece cannot be read."""
         self.counts["events"] += 1
         try:

@@ -4,7 +4,7 @@ After SLICE_SECONDS of work other tasks of the event loop run; `match` then sees
 the engine's cache was in. A batch or a removal that cannot be read clears the index, as a gap without replay does: a
 replay would bring the same bytes.
 
-PublisherTrust: when a publisher of KV events is suspended, and for how long.
+PublisherSuspension: when a publisher of KV events is suspended, and for how long.
 
 A strike is a batch that cannot be read, a removal that cannot be read, or an index that exceeded its capacity. Several
 strikes in a short time, or more bytes than any engine publishes, suspend the publisher; a suspension soon after another
@@ -35,7 +35,7 @@ class UntrustedPublisherError(Exception):
     """The publisher is suspended."""
 
 
-class PublisherTrust:
+class PublisherSuspension:
     """The strikes and bytes of one publisher."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class PublisherTrust:
             raise UntrustedPublisherError(f"{reason}, and {MAX_STRIKES} such faults within {STRIKE_SECONDS:.0f} s")
         return is_first
 
-    def received(self, num_bytes: int, now: float) -> None:
+    def count_bytes(self, num_bytes: int, now: float) -> None:
         """Count bytes. Raises UntrustedPublisherError if there were too many."""
         self._bytes += (now - self._refilled_at) * BYTES_PER_SECOND
         self._bytes = min(self._bytes, BURST_BYTES) - num_bytes
@@ -88,7 +88,7 @@ class KVEventApplier:
         self,
         index: KVEventIndex,
         kind: str,
-        trust: PublisherTrust,
+        trust: PublisherSuspension,
         say: Callable[[str], None],
         reconfigured: Reconfigured | None = None,
     ) -> None:
@@ -116,15 +116,15 @@ class KVEventApplier:
         """Continue with another index; a batch in progress is abandoned, since it belongs to the previous one."""
         self._replace(index)
         self._num_swaps += 1
-        self._decoder.cleared()
+        self._decoder.reset()
 
     def clear_index(self) -> None:
         """Clear the index."""
         self._num_voids += 1
         self.index.clear()
-        self._decoder.cleared()
+        self._decoder.reset()
 
-    def refuse(self, reason: str) -> None:
+    def count_invalid_message(self, reason: str) -> None:
         """Count a message that is no batch. Raises UntrustedPublisherError."""
         self._decoder.counts["undecodable"] += 1
         self._strike(reason)
@@ -144,20 +144,20 @@ class KVEventApplier:
             raws = self._decoder.split(payload)
             self._look_for_faults()
             for raw in raws:
-                for event in self._decoder.read(raw):
+                for event in self._decoder.decode_event(raw):
                     self._adapt(event)
                     self.index.apply((event,))
-                    await self.pause()
+                    await self.yield_if_due()
                     if swaps != self._num_swaps:
                         return
                 self._look_for_faults()
-                await self.pause()
+                await self.yield_if_due()
                 if swaps != self._num_swaps:
                     return
-        while self.index.free(FREED):  # free what was cleared; later batches free the rest
-            await self.pause()
+        while self.index.dismantle_some(FREED):  # free what was cleared; later batches free the rest
+            await self.yield_if_due()
 
-    async def pause(self) -> None:
+    async def yield_if_due(self) -> None:
         """Let other tasks run if they have waited for SLICE_SECONDS."""
         if time.perf_counter() - self._turn > SLICE_SECONDS:
             await asyncio.sleep(0)
@@ -180,7 +180,7 @@ class KVEventApplier:
     def _adapt(self, event: Event) -> None:
         """Continue with an index of the replica's block size if the current one differs and is empty."""
         if isinstance(event, AllBlocksCleared):
-            self._decoder.cleared()
+            self._decoder.reset()
         size = event.block_size if isinstance(event, BlockStored) and event.parent_block_hash is None else 0
         if self._reconfigured is None or size in (0, self.index.block_size) or len(self.index):
             return

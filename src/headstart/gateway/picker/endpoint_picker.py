@@ -132,7 +132,7 @@ class EndpointPicker:
 
     def _first_token_timer(self, call: ProxiedCall, in_flight: RoutedInFlight) -> asyncio.TimerHandle:
         """Assume the first token of an answer in one piece at its expected time."""
-        seconds = in_flight.flight.expected_ms / 1e3
+        seconds = in_flight.flight.expected_ttft_ms / 1e3
         return asyncio.get_running_loop().call_later(seconds, self._proxy.relay.assume_first_token, call, in_flight)
 
     def _served(self, call: ProxiedCall, in_flight: RoutedInFlight, head: ReplicaAnswerHead) -> RoutedInFlight:
@@ -142,8 +142,8 @@ class EndpointPicker:
         if url is None or url == in_flight.endpoint.name:
             return in_flight
         now = time.monotonic()
-        call.fail(AttemptFailure.LOST)
-        self._proxy.relay.record_failed(in_flight, AttemptFailure.LOST)
+        call.record_failed_attempt(AttemptFailure.LOST)
+        self._proxy.relay.record_failed_attempt(in_flight, AttemptFailure.LOST)
         if url not in names:
             return in_flight  # Envoy's own choice
         for name in names[1 : names.index(url)]:
@@ -154,7 +154,7 @@ class EndpointPicker:
                 endpoint.health.record_failed(now, sent_at=in_flight.sent_at)
         call.num_attempts += 1
         call.in_flight = sent = self._router.record_sent(in_flight, now, url)
-        call.begin_attempt()
+        call.begin_attempt_span()
         self._router.assume_first_token(sent, now)  # when it was sent is not known
         return sent
 
@@ -209,7 +209,7 @@ class EndpointPicker:
             if events is None or not piece:
                 return
             try:
-                events.feed(piece)
+                events.filter_piece(piece)
             except InvalidReplicaResponseError:  # Envoy passes it on all the same
                 events = None
                 return
@@ -266,13 +266,13 @@ class EndpointPicker:
 
     def _failed(self, in_flight: RoutedInFlight, status: int) -> None:
         if status == 429:
-            self._proxy.relay.record_failed(in_flight, AttemptFailure.BUSY)
+            self._proxy.relay.record_failed_attempt(in_flight, AttemptFailure.BUSY)
         else:
             self._router.record_failed(in_flight, time.monotonic(), blame=status >= 500)
 
     def _refused(self, call: ProxiedCall, in_flight: RoutedInFlight, failure: AttemptFailure) -> HttpError:
-        call.fail(failure)
-        self._proxy.relay.record_failed(in_flight, failure)
+        call.record_failed_attempt(failure)
+        self._proxy.relay.record_failed_attempt(in_flight, failure)
         return no_answer_error(AttemptError(failure, "no answer"), max(call.num_attempts, 1))
 
 

@@ -104,7 +104,7 @@ def header_mutation(headers: Headers, removed: Iterable[str] = ()) -> pb.HeaderM
     return pb.HeaderMutation(set_headers=options, remove_headers=removed)
 
 
-def request_body_response(chunk: bytes, *, is_last: bool) -> pb.ProcessingResponse:
+def streamed_body_response(chunk: bytes, *, is_last: bool) -> pb.ProcessingResponse:
     streamed = pb.StreamedBodyResponse(body=chunk, end_of_stream=is_last)
     common = pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=streamed))
     return pb.ProcessingResponse(request_body=pb.BodyResponse(response=common))

@@ -36,8 +36,8 @@ from headstart.gateway.picker.ext_proc_messages import (
     header_mutation,
     metadata_text,
     replaced_body_response,
-    request_body_response,
     split_body,
+    streamed_body_response,
     strip_own_envoy_hop,
 )
 from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStream
@@ -61,13 +61,13 @@ class ExtProcPeer:
         try:
             return decode_request(message)
         except GrpcError as error:
-            await self._stream.give_up(error.status, str(error))
+            await self._stream.abort(error.status, str(error))
 
     async def write(self, *responses: pb.ProcessingResponse) -> None:
         """Send messages together."""
         await self._stream.write(*[response.SerializeToString() for response in responses])
 
-    def end_without_cancel(self) -> None:
+    def treat_cancel_as_end(self) -> None:
         """Let `read` return None in place of a cancellation from now on, after the messages before it."""
         self._stream.ends_gently = True
 
@@ -111,14 +111,14 @@ class ExtProcStream:
         self._checker: ExtProcPeer | None = None  # the stream that waits for the head of the answer
         self._checked: asyncio.Future[None] | None = None
 
-    async def run(self, app: ASGIApp) -> None:
+    async def run_app(self, app: ASGIApp) -> None:
         """Serve the request by an application."""
         try:
-            await app(self._scope(), self.receive, self.send)
+            await app(self._scope(), self.asgi_receive, self.asgi_send)
         finally:
             self._release_checker()
 
-    def check(self, peer: ExtProcPeer) -> Coroutine[Any, Any, None]:
+    def attach_answer_peer(self, peer: ExtProcPeer) -> Coroutine[Any, Any, None]:
         """Have the head of the answer, or an immediate response in its place, sent on another stream, from now on.
 
         Return a coroutine that ends when it was sent.
@@ -136,7 +136,7 @@ class ExtProcStream:
 
     # ------------------------------------------------------------------------------------------ ASGI, for applications
 
-    async def receive(self) -> Message:
+    async def asgi_receive(self) -> Message:
         """Return the next ASGI event of the request."""
         if self._is_read:
             return {"type": "http.disconnect"}
@@ -155,7 +155,7 @@ class ExtProcStream:
             return {"type": "http.disconnect"}
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    async def send(self, message: Message) -> None:
+    async def asgi_send(self, message: Message) -> None:
         """Collect an immediate response and send it when it is complete. What comes after the stream is dropped."""
         if self._is_over:
             return
@@ -199,7 +199,7 @@ class ExtProcStream:
         metadata: dict[str, Any] = {DESTINATION: picked}
         if self.call_id:
             metadata |= {CALL: self.call_id, ANSWER_HEADERS: dict(answer_headers)}
-            self._peer.end_without_cancel()  # the head of the answer may arrive together with the end
+            self._peer.treat_cancel_as_end()  # the head of the answer may arrive together with the end
         response.dynamic_metadata.update({LB: metadata})
         if self._head.end_of_stream:
             await self._peer.write(response)
@@ -225,10 +225,10 @@ class ExtProcStream:
         async for chunk in split_body(body, CHUNK_BYTES):
             sent += len(chunk)
             is_last = sent == len(body) and not self._has_trailers
-            await self._peer.write(*ready, request_body_response(chunk, is_last=is_last))
+            await self._peer.write(*ready, streamed_body_response(chunk, is_last=is_last))
             ready = []
         if not len(body) and not self._has_trailers:
-            ready.append(request_body_response(b"", is_last=True))
+            ready.append(streamed_body_response(b"", is_last=True))
         if self._has_trailers:
             ready.append(pb.ProcessingResponse(request_trailers=pb.TrailersResponse()))
         await self._peer.write(*ready)

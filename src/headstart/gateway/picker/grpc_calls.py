@@ -97,7 +97,7 @@ class GrpcConnectionTable:
         if self._queue:
             self._handle()
 
-    def hold(self, num_bytes: int) -> None:
+    def count_held_bytes(self, num_bytes: int) -> None:
         """Count bytes of messages; negative ones are freed. Beyond the limit the largest calls end.
 
         An eighth is freed at once, so that few of many small messages have to look for the largest.
@@ -201,7 +201,7 @@ class GrpcCallTable:
         for stream_id in [stream_id for stream_id, (_, deadline) in self._waiting.items() if deadline <= now]:
             self.end(stream_id, GrpcStatus.DEADLINE_EXCEEDED, "no message came")
 
-    def reset(self, stream_id: int) -> None:
+    def on_stream_reset(self, stream_id: int) -> None:
         """End a call that the client gives up."""
         stream = self._drop(stream_id)
         if stream is not None and stream.ends_gently:

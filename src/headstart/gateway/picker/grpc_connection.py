@@ -168,9 +168,9 @@ class GrpcConnection(asyncio.Protocol):
         if len(self._late) == 1:
             self._loop.call_later(LATE_SECONDS, self.send)
 
-    def hold(self, num_bytes: int) -> None:
+    def count_held_bytes(self, num_bytes: int) -> None:
         """Count bytes of messages that are held; negative ones are freed. The call may end by it."""
-        self._callers.hold(num_bytes)
+        self._callers.count_held_bytes(num_bytes)
 
     def end_call(self, stream_id: int, status: GrpcStatus, message: str) -> None:
         """End a call that may be running: it is cancelled."""
@@ -213,7 +213,7 @@ class GrpcConnection(asyncio.Protocol):
             async with asyncio.timeout(WRITE_SECONDS):
                 await asyncio.shield(self._room)  # other calls wait for it, too
         except TimeoutError:
-            await stream.give_up(GrpcStatus.DEADLINE_EXCEEDED, "the client does not read")
+            await stream.abort(GrpcStatus.DEADLINE_EXCEEDED, "the client does not read")
 
     def _has_room(self) -> None:
         if self._room is not None and not self._room.done():
@@ -284,7 +284,7 @@ class GrpcConnection(asyncio.Protocol):
             block += payload
             self._on_headers(first._replace(flags=first.flags | head.flags & h2.END_HEADERS), block, count + 1)
         elif head.kind == h2.RST_STREAM:
-            self._calls.reset(head.stream_id)
+            self._calls.on_stream_reset(head.stream_id)
         elif head.kind == h2.SETTINGS:
             self._on_settings(head, payload)
         elif head.kind == h2.WINDOW_UPDATE:
@@ -308,7 +308,7 @@ class GrpcConnection(asyncio.Protocol):
         if stream is None:
             return  # the call has ended here
         try:
-            count = stream.received(h2.strip_padding(head, payload), head.length)
+            count = stream.feed_data(h2.strip_padding(head, payload), head.length)
         except GrpcError as error:
             self._calls.end(head.stream_id, error.status, str(error))
             return

@@ -61,7 +61,7 @@ class GrpcStream:
         """Whether `read` returns at once."""
         return bool(self._messages) or self._is_over
 
-    def first(self) -> bytes | None:
+    def peek_first(self) -> bytes | None:
         """Return the first message, of a stream that is ready; None: there is none."""
         return self._taken() if self._messages else None
 
@@ -91,7 +91,7 @@ class GrpcStream:
         last = h2.make_frame(h2.HEADERS, h2.END_STREAM | h2.END_HEADERS, self._id, trailers)
         self._connection.send_later(opening + last)
 
-    def received(self, data: bytes, num_bytes: int) -> int:
+    def feed_data(self, data: bytes, num_bytes: int) -> int:
         """Take a part of the client's messages, of a frame with `num_bytes`; return the number of complete ones.
 
         Raises GrpcError for a message that is compressed or too long, Http2Error for data beyond the client's window.
@@ -126,7 +126,7 @@ class GrpcStream:
         """End the call, which is cancelled if it is running."""
         self._connection.end_call(self._id, status, message)
 
-    async def give_up(self, status: GrpcStatus, message: str) -> NoReturn:
+    async def abort(self, status: GrpcStatus, message: str) -> NoReturn:
         """End the call, from within it. Raises CancelledError."""
         self.fail(status, message)
         await asyncio.get_running_loop().create_future()
@@ -172,7 +172,7 @@ class GrpcStream:
     def _hold(self, num_bytes: int) -> None:
         if num_bytes and not self.is_released:
             self.held_bytes += num_bytes
-            self._connection.hold(num_bytes)
+            self._connection.count_held_bytes(num_bytes)
 
     def _credit(self) -> None:
         if self._uncredited >= STREAM_WINDOW // 4 and len(self._messages) < MAX_QUEUED and not self._is_over:

@@ -99,7 +99,7 @@ class PickerServer:
 
     def _process(self, stream: GrpcStream) -> Coroutine[Any, Any, None] | None:
         """Begin a call: a request, or the head of an answer that our own Envoy reports. Raises GrpcError."""
-        message = stream.first()
+        message = stream.peek_first()
         if message is None:
             return None
         first = decode_request(message)
@@ -117,11 +117,11 @@ class PickerServer:
 
     async def _serve(self, stream: GrpcStream, request: ExtProcStream) -> None:
         if not request.call_id:
-            await request.run(self._app)
+            await request.run_app(self._app)
             return
         self._calls[request.call_id] = (stream, request)
         try:
-            await request.run(self._app)
+            await request.run_app(self._app)
         finally:
             del self._calls[request.call_id]
 
@@ -133,7 +133,7 @@ class PickerServer:
         if call is None:
             return None
         call[0].push(message)
-        return None if head.observability_mode else call[1].check(ExtProcPeer(stream))
+        return None if head.observability_mode else call[1].attach_answer_peer(ExtProcPeer(stream))
 
     def _status(self, service: str) -> int:
         if service == "liveness":
@@ -171,7 +171,7 @@ class PickerServer:
 def _service_in(stream: GrpcStream) -> str:
     """Return the name in a health request. Raises GrpcError."""
     try:
-        return pb.HealthCheckRequest.FromString(stream.first() or b"").service
+        return pb.HealthCheckRequest.FromString(stream.peek_first() or b"").service
     except DecodeError:
         raise GrpcError(GrpcStatus.INVALID_ARGUMENT, "a message that cannot be decoded") from None
 

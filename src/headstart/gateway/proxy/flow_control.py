@@ -41,7 +41,7 @@ class FlowControl:
         self.num_expired = 0
         self._router = router
         self._relay = relay
-        relay.on_wait_end = self.release
+        relay.on_wait_end = self.release_held_requests
         self._limit = limit
         self._timeout = timeout or inf
         self._turns: dict[WaitingRequest, asyncio.Event] = {}
@@ -64,7 +64,7 @@ class FlowControl:
             self._turns.pop(request, None)
             self.queue.remove(request)
 
-    def release(self) -> None:
+    def release_held_requests(self) -> None:
         """Release as many requests as there is room for, or all while no replica is up: they wait for one elsewhere."""
         while self.queue.num_waiting and self._has_room(1):
             request = self.queue.pop()

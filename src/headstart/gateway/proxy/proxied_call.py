@@ -60,7 +60,7 @@ class ProxiedCall:
         """The API whose generation route it was sent to, else OTHER."""
         return generation_api_of_path(self.path)
 
-    def begin_attempt(self) -> None:
+    def begin_attempt_span(self) -> None:
         """Begin a span for the attempt at the replica in `in_flight`."""
         if self.trace is None or not self.trace.is_sampled or self.in_flight is None:
             return
@@ -72,10 +72,10 @@ class ProxiedCall:
             "url.full": server_url_of(in_flight.endpoint.name) + self.path,
             "headstart.route.reason": in_flight.choice.reason,
             "headstart.route.predicted_tokens": in_flight.candidate.hit_tokens,
-            "headstart.route.expected_ms": in_flight.flight.expected_ms,
+            "headstart.route.expected_ms": in_flight.flight.expected_ttft_ms,
         }
 
-    def end_attempt(self, now: float, failure: AttemptFailure | None = None) -> None:
+    def end_attempt_span(self, now: float, failure: AttemptFailure | None = None) -> None:
         """End that span; idempotent."""
         if self.attempt is None:
             return
@@ -84,10 +84,10 @@ class ProxiedCall:
             self.attempt.error, self.attempt.is_failed = failure.value, True
         self.attempt = None
 
-    def fail(self, failure: AttemptFailure) -> None:
+    def record_failed_attempt(self, failure: AttemptFailure) -> None:
         """Record that an attempt has failed."""
         self.failures.append(failure)
-        self.end_attempt(time.monotonic(), failure)
+        self.end_attempt_span(time.monotonic(), failure)
 
     def trace_headers(self) -> dict[str, str]:
         """Return the headers that make the replica's trace a part of this one; none without a trace."""

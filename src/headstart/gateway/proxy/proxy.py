@@ -161,7 +161,7 @@ class ReplicaProxy:
         call.in_flight = in_flight = self.router.record_sent(decision, now)
         call.tried.append(in_flight.endpoint.name)
         call.num_attempts += 1
-        call.begin_attempt()
+        call.begin_attempt_span()
         return in_flight
 
     async def serve(self, call: ProxiedCall, scope: Scope, receive: Receive, send: Send) -> None:
@@ -213,8 +213,8 @@ class ReplicaProxy:
                     await self._attempt(call, send)
                     return
                 except AttemptError as error:
-                    call.fail(error.failure)
-                    call.num_losses += error.is_replica_loss
+                    call.record_failed_attempt(error.failure)
+                    call.num_losses += error.may_have_killed_replica
                     if call.num_losses >= MAX_LOSSES:
                         await self._give_up(call, too_many_losses_error(call.request_id, call.num_losses), send)
                         return
@@ -251,7 +251,7 @@ class ReplicaProxy:
         try:
             await self._send(Attempt(call, in_flight, (activity, wait)), send)
         except AttemptError as error:
-            self.relay.record_failed(in_flight, error.failure)
+            self.relay.record_failed_attempt(in_flight, error.failure)
             raise
         except asyncio.CancelledError as error:
             if not wait.absorb_cancel():
@@ -271,10 +271,10 @@ class ReplicaProxy:
         self, call: ProxiedCall, in_flight: RoutedInFlight, failure: AttemptFailure, error: BaseException, send: Send
     ) -> None:
         """Record that no complete answer arrived. Raises AttemptError if the client has received nothing of it."""
-        self.relay.record_failed(in_flight, failure)
+        self.relay.record_failed_attempt(in_flight, failure)
         if not call.committed:
             raise AttemptError(failure, f"{type(error).__name__}") from error
-        call.fail(failure)
+        call.record_failed_attempt(failure)
         call.outcome = "lost"
         if call.is_mid_event:
             raise replica_lost_error() from error  # the client's connection is cut
@@ -293,7 +293,7 @@ class ReplicaProxy:
             body = add_tokens_to_body(body, call.reading.request.prompt.token_ids)
         if not call.reading.stream:  # its head arrives only with the complete answer
             timer = asyncio.get_running_loop().call_later(
-                in_flight.flight.expected_ms / 1e3, self.relay.assume_first_token, call, in_flight
+                in_flight.flight.expected_ttft_ms / 1e3, self.relay.assume_first_token, call, in_flight
             )
         try:
             session = self._fresh if AttemptFailure.LOST in call.failures else self._session

@@ -35,7 +35,7 @@ from headstart.gateway.proxy.upstream import (
     AttemptError,
     AttemptFailure,
     InvalidReplicaResponseError,
-    ReplicaAnswer,
+    UnstreamedReplicaAnswer,
     classify_client_error,
     classify_error_event,
     classify_refusal,
@@ -86,7 +86,7 @@ class AnswerRelay:
                 del self.pending_of[call.tenant]
             self.on_wait_end()
 
-    def record_failed(self, in_flight: RoutedInFlight, failure: AttemptFailure) -> None:
+    def record_failed_attempt(self, in_flight: RoutedInFlight, failure: AttemptFailure) -> None:
         """Record that an attempt has failed."""
         if in_flight.finish is not None:
             return  # an error in the first event of a stream has already been counted
@@ -101,7 +101,7 @@ class AnswerRelay:
         call, in_flight, (activity, wait) = attempt
         call.release_answer_bytes()  # of an earlier attempt
         router, answer = self._router, await read_complete_answer(response, call.path, call.reserve_answer_bytes)
-        activity.settle(wait, time.monotonic(), is_progress=answer.status < 300)
+        activity.record_response(wait, time.monotonic(), is_progress=answer.status < 300)
         failure = classify_refusal(response.status, answer.body)
         if failure is not None:
             raise AttemptError(failure, f"the replica answered {response.status}", answer)
@@ -126,7 +126,7 @@ class AnswerRelay:
         call.outcome = "ok"
 
     async def _relay_long(
-        self, attempt: Attempt, answer: ReplicaAnswer, response: aiohttp.ClientResponse, send: Send
+        self, attempt: Attempt, answer: UnstreamedReplicaAnswer, response: aiohttp.ClientResponse, send: Send
     ) -> None:
         """Relay an answer that is too long to be kept until its end, as it arrives.
 
@@ -147,8 +147,8 @@ class AnswerRelay:
                 call.release_answer_bytes()
                 piece = await response.content.readany()
         except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
-            self.record_failed(in_flight, classify_client_error(error))
-            call.fail(classify_client_error(error))
+            self.record_failed_attempt(in_flight, classify_client_error(error))
+            call.record_failed_attempt(classify_client_error(error))
             call.outcome = "lost"
             raise replica_lost_error() from error
         self._answered(call, in_flight, read_usage_at_end(tail))
@@ -176,7 +176,7 @@ class AnswerRelay:
         with closing(CallbackReader(response, relay_now)) as reader:
             while True:
                 try:
-                    piece = await reader.read()
+                    piece = await reader.read_untaken()
                 except aiohttp.ClientError:
                     if stream.is_done:  # a failure after the last event does not matter
                         break
@@ -194,7 +194,7 @@ class AnswerRelay:
                         send,
                     )
                 await send({"type": "http.response.body", "body": passed, "more_body": True})
-        rest = stream.close()
+        rest = stream.flush()
         if not call.committed and (stream.is_done or stream.has_data):
             raise InvalidReplicaResponseError("a stream without an event")
         if not stream.is_done:
@@ -205,7 +205,7 @@ class AnswerRelay:
     def _read(self, attempt: Attempt, stream: SSEStreamReader | JSONLinesReader, piece: bytes) -> bytes:
         """Record the progress that a piece of a stream shows; return the bytes that may be relayed."""
         call, in_flight, (activity, wait) = attempt
-        passed = stream.feed(piece)
+        passed = stream.filter_piece(piece)
         call.num_events, call.is_mid_event = stream.num_events, stream.is_mid_event
         if stream.num_rest_bytes or call.num_rest_bytes:
             call.reserve_event_bytes(stream.num_rest_bytes)
@@ -216,7 +216,7 @@ class AnswerRelay:
                 self._router.record_token(in_flight, now)
         if stream.has_data and not call.committed:
             self._begin(call, in_flight, stream, passed)
-            activity.settle(wait, now)
+            activity.record_response(wait, now)
         if stream.is_done:
             self._finished(call, in_flight, stream)  # before it is relayed: clients disconnect after it
         return passed
@@ -237,7 +237,7 @@ class AnswerRelay:
             return
         failure, status = classify_error_event(stream.first)
         if failure is not None:
-            answer = ReplicaAnswer(status, [(b"content-type", b"application/json")], stream.first)
+            answer = UnstreamedReplicaAnswer(status, [(b"content-type", b"application/json")], stream.first)
             raise AttemptError(failure, f"the replica answered with an error, as {status}", answer)
         call.committed = True
         self._router.record_failed(in_flight, now, blame=status >= 500)
@@ -274,7 +274,7 @@ class AnswerRelay:
         own = router_headers(call, status, call.in_flight.endpoint.name)
         await send({"type": "http.response.start", "status": status, "headers": [*headers, *own]})
 
-    async def send_complete_answer(self, call: ProxiedCall, answer: ReplicaAnswer, send: Send) -> None:
+    async def send_complete_answer(self, call: ProxiedCall, answer: UnstreamedReplicaAnswer, send: Send) -> None:
         """Send a complete answer or refusal, as an event if the client already reads a stream."""
         if call.started:  # a stream had begun with comments: the client now reads events
             ending = call.api.end.refused(answer.status, answer.body, call.request_id, call.num_events)

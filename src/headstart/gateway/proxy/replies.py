@@ -29,12 +29,12 @@ from headstart.gateway.proxy.upstream import (
     AttemptError,
     AttemptFailure,
     InvalidReplicaResponseError,
-    ReplicaAnswer,
+    UnstreamedReplicaAnswer,
     returned_response_headers,
 )
 from headstart.http.http_errors import HttpError
 from headstart.openai.json_pieces import encode_json
-from headstart.openai.request_json import decode_json_text
+from headstart.openai.request_json import parse_json
 from headstart.openai.responses import error_object
 from headstart.router.routing_decision import RoutingDecision
 
@@ -138,7 +138,7 @@ async def _read_up_to(
 
 async def read_complete_answer(
     response: aiohttp.ClientResponse, path: str, keep: Callable[[int], bool] = _keep_all
-) -> ReplicaAnswer:
+) -> UnstreamedReplicaAnswer:
     """Return an answer in one piece, the beginning of a long one, or an error.
 
     `keep` receives the size of each piece; once it returns False, no more of an answer is kept. Raises
@@ -147,13 +147,13 @@ async def read_complete_answer(
     status = response.status
     if status >= 400:
         body = await read_bounded_body(response, MAX_ERROR_BYTES)
-        if not is_error_object(body):
+        if not is_error_body(body):
             told = error_object(f"the replica answered {status}", status=status)
             body = encode_json(api_of_path(path).error_body(status, told, ""))
-        return ReplicaAnswer(status, returned_response_headers(response.raw_headers, _JSON), body)
+        return UnstreamedReplicaAnswer(status, returned_response_headers(response.raw_headers, _JSON), body)
     api = generation_api_of_path(path)
     if path not in JSON_ROUTES:
-        return ReplicaAnswer(
+        return UnstreamedReplicaAnswer(
             status,
             returned_response_headers(response.raw_headers),
             await read_bounded_body(response, MAX_ANSWER_BYTES, keep),
@@ -162,15 +162,17 @@ async def read_complete_answer(
     if not is_whole:
         if not api.beginning.match(body):
             raise InvalidReplicaResponseError("the replica's answer does not begin like one of this route")
-        return ReplicaAnswer(status, returned_response_headers(response.raw_headers, _JSON), body, is_whole=False)
+        return UnstreamedReplicaAnswer(
+            status, returned_response_headers(response.raw_headers, _JSON), body, is_whole=False
+        )
     _check_object(body, api.answer)
-    return ReplicaAnswer(status, returned_response_headers(response.raw_headers, _JSON), body)
+    return UnstreamedReplicaAnswer(status, returned_response_headers(response.raw_headers, _JSON), body)
 
 
-def is_error_object(body: bytes) -> bool:
+def is_error_body(body: bytes) -> bool:
     """Return whether a body is an error as OpenAI, vLLM, SGLang or FastAPI write it."""
     try:
-        value = decode_json_text(body)
+        value = parse_json(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     if not isinstance(value, Mapping):
@@ -234,7 +236,7 @@ class LiveDecisionList:
             self._next = now + WATCH_INTERVAL
             self._latest.appendleft(_explained(decision))
 
-    def watch(self, now: float) -> list[dict[str, Any]]:
+    def poll(self, now: float) -> list[dict[str, Any]]:
         """Return the noted decisions, newest first, and note further ones for a while."""
         self._until = now + WATCH_SECONDS
         return list(self._latest)

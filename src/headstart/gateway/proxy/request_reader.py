@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from headstart.apis.api import EVENTS, Api, ReferencedResponse
+from headstart.apis.api import EVENTS, Api, StoredResponseRef
 from headstart.apis.api_table import COMPLETIONS, UNCACHED, generation_api_of_path
 from headstart.apis.ollama_api import LATEST
 from headstart.core.cache.hashing import HashChain
@@ -30,14 +30,14 @@ from headstart.openai.canonical.canonical_body import canonical_body
 from headstart.openai.canonical.prompt_rules import NO_RULES, AppliedRules, PromptRules
 from headstart.openai.chat.template_forms import ContentForms
 from headstart.openai.engine_requests import encode_chat, encode_completion
-from headstart.openai.forms.carried_text import DIGEST, part_digest
+from headstart.openai.forms.carried_text import DIGEST, digest_placeholder
 from headstart.openai.forms.skipped import SkippedNames
 from headstart.openai.forms.treatments import UNREADABLE, NameKind
 from headstart.openai.request_bodies import parse_chat, parse_completion
-from headstart.openai.request_json import decode_json_text, parse_json_object
+from headstart.openai.request_json import parse_json, parse_json_object
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.value_checks import raise_invalid_value, raise_unsupported, safe_repr
-from headstart.router.routing_request import RoutingPrompt, RoutingRequest, pack_text, router_root
+from headstart.router.routing_request import RoutingPrompt, RoutingRequest, router_root, text_as_pseudo_tokens
 
 _anything = partial(
     RequestBounds,
@@ -96,7 +96,7 @@ class ParsedRequest:
     text: str | None = None  # the prompt as text, for the explainer; None: it came as token ids
     domain: bytes = b""  # isolation domain: the tenant's, narrowed by a salt
     is_single: bool = True  # one prompt: the engine's usage is about the prompt that was routed
-    used: ReferencedResponse | None = None  # the stored response that it needs
+    used: StoredResponseRef | None = None  # the stored response that it needs
     applied_rules: AppliedRules = ()  # that changed the prompt, or were reported about it
     session: str | None = None  # as the client named it
     tokenizer: str = ""  # the digest of the one that made the prompt's tokens of its text, if replicas take them
@@ -164,7 +164,7 @@ class RequestParser:
         if tokens is not None:
             prompt = RoutingPrompt(tokens if len(tokens) <= limit else tokens[:limit], root, chain=self._chain)
         else:
-            packed = pack_text((text or "")[: limit * LONGEST_TOKEN].encode())
+            packed = text_as_pseudo_tokens((text or "")[: limit * LONGEST_TOKEN].encode())
             prompt = RoutingPrompt(packed, root, exact=False, chain=self._chain)
         sent_stream = values.get("stream")
         stream = api.streams_by_default if sent_stream is None else sent_stream is True
@@ -306,7 +306,7 @@ def conversation_text(values: Mapping[str, Any]) -> str:
 def _shortened(part: object) -> object:
     """Return a part of a message, the digest of an image in place of its bytes."""
     kind = part.get("type") if isinstance(part, Mapping) else None
-    return part_digest(kind, part) if isinstance(kind, str) and kind in UNREADABLE else part
+    return digest_placeholder(kind, part) if isinstance(kind, str) and kind in UNREADABLE else part
 
 
 def _salt(sender: RequestSender, cache_salt: object) -> str:
@@ -328,7 +328,7 @@ def _short_fields(body: bytes) -> dict[str, Any]:
     """Return the fields of a body but the long ones, which are not parsed. An invalid body has none."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        return {name: decode_json_text(raw) for name, raw in fields.items() if len(raw) < _SHORT_BYTES}
+        return {name: parse_json(raw) for name, raw in fields.items() if len(raw) < _SHORT_BYTES}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
 

@@ -53,7 +53,7 @@ class AwaitedAttempt:
         self.is_given_up = True
         self._soon = self.task.get_loop().call_soon(self._cancel)
 
-    def keep(self) -> None:
+    def undo_give_up(self) -> None:
         """Undo `give_up`, if the task was not cancelled yet."""
         if self._soon is not None:
             self._soon.cancel()
@@ -64,7 +64,7 @@ class AwaitedAttempt:
 
         Call it once the attempt has ended.
         """
-        self.keep()
+        self.undo_give_up()
         if not self.is_cancelled:
             return False
         self.is_cancelled = False
@@ -78,7 +78,7 @@ class AwaitedAttempt:
     def expected_prefill_seconds(self) -> float:
         """The expected duration of its prefill if nothing is cached."""
         work = PrefillWork.of(self.decision.view.prompt_tokens, 0, self.num_streams)
-        return self.decision.endpoint.load.rates.prefill_ms(work, self.decision.endpoint.load.step_tokens) / 1e3
+        return self.decision.endpoint.load.rates.prefill_ms(work, self.decision.endpoint.load.max_step_tokens) / 1e3
 
     @property
     def max_answer_seconds(self) -> float:
@@ -97,13 +97,13 @@ class ReplicaActivity:
     progress_at: float = 0.0  # an event with data, or a complete answer
     waits: dict[AwaitedAttempt, None] = field(default_factory=dict[AwaitedAttempt, None])  # in the order of sending
 
-    def settle(self, wait: AwaitedAttempt, now: float, *, is_progress: bool = True) -> None:
+    def record_response(self, wait: AwaitedAttempt, now: float, *, is_progress: bool = True) -> None:
         """Stop watching an attempt: part of its answer arrived, or a complete refusal, which is no progress."""
         self.heard_at = now
         if is_progress:
             self.progress_at = now
         if self.waits.pop(wait, True) is None and wait.is_given_up:
-            wait.keep()
+            wait.undo_give_up()
 
 
 Watched = tuple[ReplicaActivity, AwaitedAttempt]

@@ -114,7 +114,7 @@ class SSEStreamReader:
         self._hides_usage = hides_usage
         self._rest = bytearray()
 
-    def feed(self, piece: bytes) -> bytes:
+    def filter_piece(self, piece: bytes) -> bytes:
         """Process a piece of the stream; return the bytes that may be relayed, perhaps none.
 
         Raises InvalidReplicaResponseError for what is long and no event, and for comments between two events that
@@ -160,9 +160,9 @@ class SSEStreamReader:
         self.is_mid_event, self._seam = False, b""
         self._add(read_usage_at_end(bytes(self._tail).rstrip()))
         self.is_done = self.is_done or self._is_last
-        return piece[:end] + (self.feed(piece[end:]) if end < len(piece) else b"")
+        return piece[:end] + (self.filter_piece(piece[end:]) if end < len(piece) else b"")
 
-    def close(self) -> bytes:
+    def flush(self) -> bytes:
         """Return the incomplete rest at the end of the stream."""
         rest, self._rest = bytes(self._rest), bytearray()
         self.num_rest_bytes = 0
@@ -268,7 +268,7 @@ class JSONLinesReader:
         self._end = end.last
         self._rest = b""
 
-    def feed(self, piece: bytes) -> bytes:
+    def filter_piece(self, piece: bytes) -> bytes:
         """Process a piece of the stream; return its complete lines. Raises InvalidReplicaResponseError for an
         endless line."""
         whole, newline, self._rest = (self._rest + piece).rpartition(b"\n")
@@ -284,7 +284,7 @@ class JSONLinesReader:
                 self.reported = read_ollama_usage(line)
         return whole + newline
 
-    def close(self) -> bytes:
+    def flush(self) -> bytes:
         """Return the incomplete rest at the end of the stream."""
         rest, self._rest, self.num_rest_bytes = self._rest, b"", 0
         return rest

@@ -90,13 +90,13 @@ class AttemptFailure(Enum):
         return self not in (AttemptFailure.DRAINING, AttemptFailure.LOADING, AttemptFailure.BUSY)
 
     @property
-    def is_replica_loss(self) -> bool:
+    def may_have_killed_replica(self) -> bool:
         """Whether the replica may have been lost because of the request sent to it."""
         return self in (AttemptFailure.LOST, AttemptFailure.DEAD, AttemptFailure.HUNG, AttemptFailure.SILENT)
 
 
 @dataclass(slots=True)
-class ReplicaAnswer:
+class UnstreamedReplicaAnswer:
     """An answer of a replica that is no event stream. `is_whole`: `body` is complete, not only its beginning."""
 
     status: int
@@ -108,15 +108,17 @@ class ReplicaAnswer:
 class AttemptError(HeadstartError):
     """An attempt failed before the client received any part of an answer. `answer`: the replica's response, if any."""
 
-    def __init__(self, failure: AttemptFailure, detail: str, answer: ReplicaAnswer | None = None) -> None:
+    def __init__(self, failure: AttemptFailure, detail: str, answer: UnstreamedReplicaAnswer | None = None) -> None:
         super().__init__(detail)
         self.failure = failure
         self.answer = answer
 
     @property
-    def is_replica_loss(self) -> bool:
+    def may_have_killed_replica(self) -> bool:
         """Whether the replica, or one behind a gateway, may have been lost because of this request."""
-        return self.failure.is_replica_loss or (self.answer is not None and self.answer.status in GATEWAY_STATUSES)
+        return self.failure.may_have_killed_replica or (
+            self.answer is not None and self.answer.status in GATEWAY_STATUSES
+        )
 
 
 class InvalidReplicaResponseError(aiohttp.ClientError):

@@ -24,7 +24,7 @@ from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.proxy import ReplicaProxy
 from headstart.gateway.proxy.replies import client_session_options
 from headstart.gateway.proxy.request_reader import RequestParser
-from headstart.gateway.ray.routing_ticket import IntroductionTicket, RayFleet, RoutingTicket
+from headstart.gateway.ray.placement_ticket import FleetIntroduction, PlacementTicket, RayFleet
 from headstart.gateway.run_gateway import KEEPALIVE_SECONDS, load_router_tokenizer
 from headstart.http.decision_log_writer import DecisionLog
 from headstart.http.logs import ServerLog
@@ -52,7 +52,7 @@ class Ingress:
         if router.tokenizer == "auto":
             state.load_tokenizer_when_known(log)
         self._app = _without_request_id(build_gateway_app(state))
-        await placement.wait_for_fleet(RayFleet(state.members.on_replicas_changed))
+        await placement.introduce_fleet(RayFleet(state.members.on_replicas_changed))
         await state.members.seen.wait()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -95,10 +95,10 @@ class RayPlacement:
         self._greet = handle.options(method_name="greet")
         self._fleet: RayFleet | None = None
 
-    async def wait_for_fleet(self, fleet: RayFleet) -> None:
+    async def introduce_fleet(self, fleet: RayFleet) -> None:
         """Have Ray report its replicas to `fleet` from now on; return when the first replica runs."""
         self._fleet = fleet
-        await self._greet.remote(IntroductionTicket(fleet))
+        await self._greet.remote(FleetIntroduction(fleet))
 
     @asynccontextmanager
     async def placed(self, proxy: ReplicaProxy, call: ProxiedCall) -> AsyncGenerator[RoutedInFlight]:
@@ -107,7 +107,7 @@ class RayPlacement:
         if fleet is None:
             raise NoReplicaError("Ray has not listed its replicas yet", reasons={})
         _check_candidates(proxy, call)
-        ticket = RoutingTicket(call.request_id, fleet, lambda names: proxy.place(call, time.monotonic(), names))
+        ticket = PlacementTicket(call.request_id, fleet, lambda names: proxy.place(call, time.monotonic(), names))
         lease = self._hold.remote(ticket)
         ticket.refused = lease.cancel
         try:
@@ -116,7 +116,7 @@ class RayPlacement:
             lease.cancel()
 
 
-async def _decision(proxy: ReplicaProxy, ticket: RoutingTicket) -> RoutedInFlight:
+async def _decision(proxy: ReplicaProxy, ticket: PlacementTicket) -> RoutedInFlight:
     """Return the decision of a ticket. Raises NoReplicaError, also if Ray does not ask for a decision."""
     try:
         async with asyncio.timeout(PLACE_SECONDS):

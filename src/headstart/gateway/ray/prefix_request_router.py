@@ -1,7 +1,7 @@
 """PrefixRequestRouter: Ray Serve's RequestRouter (2.60), answered by the policy core of this package.
 
-It holds no policy itself: the argument of a call is a RoutingTicket, which asks the router of the ingress. Ray pickles
-this module by value, so nothing else is defined here.
+It holds no policy itself: the argument of a call is a PlacementTicket, which asks the router of the ingress. Ray
+pickles this module by value, so nothing else is defined here.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from headstart.gateway.ray.routing_ticket import IntroductionTicket, RayFleet, RoutingTicket
+from headstart.gateway.ray.placement_ticket import FleetIntroduction, PlacementTicket, RayFleet
 
 
 class PrefixRequestRouter(RequestRouter):
@@ -27,12 +27,12 @@ class PrefixRequestRouter(RequestRouter):
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # without it, Ray asks again without a pause
         ticket = pending_request.args[0]
-        assert isinstance(ticket, RoutingTicket | IntroductionTicket), "a call without a ticket"
+        assert isinstance(ticket, PlacementTicket | FleetIntroduction), "a call without a ticket"
         if ticket.fleet is not self._fleet:
             self._fleet = ticket.fleet
             self._report()
         by_url = {replica.replica_metadata["url"]: replica for replica in candidate_replicas}
-        return [[by_url[name]] for name in await ticket.rank(by_url.keys())]
+        return [[by_url[name]] for name in await ticket.rank_replicas(by_url.keys())]
 
     def update_replicas(self, replicas: Sequence[RunningReplica]) -> None:
         """Note the replicas that run now."""
@@ -46,4 +46,4 @@ class PrefixRequestRouter(RequestRouter):
 
     def _report(self) -> None:
         if self._fleet is not None:
-            self._fleet.report(replica.replica_metadata["url"] for replica in self.curr_replicas.values())
+            self._fleet.report_urls(replica.replica_metadata["url"] for replica in self.curr_replicas.values())

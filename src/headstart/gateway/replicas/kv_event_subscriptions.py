@@ -43,7 +43,7 @@ class KVEventSubscriptions:
         self._consumers: dict[str, KVEventConsumer] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def index_of(self, member: MonitoredReplica) -> PrefixIndex:
+    def open_index(self, member: MonitoredReplica) -> PrefixIndex:
         """Return the index of a replica's cache; subscribe to its events at the first call."""
         address = member.address
         if address.events is None or not self._names_tokens():
@@ -56,7 +56,7 @@ class KVEventSubscriptions:
             def reconfigured(block_size: int) -> KVEventIndex:
                 index = self._make_index(member, block_size)
                 if member.endpoint is not None:
-                    member.endpoint.reconfigure(block_size, index)
+                    member.endpoint.reset_for_block_size(block_size, index)
                 return index
 
             consumer = KVEventConsumer(address, self._make_index(member, size), kind=kind, reconfigured=reconfigured)
@@ -73,7 +73,7 @@ class KVEventSubscriptions:
         """
         consumer, endpoint = self._consumers.get(member.address.url), member.endpoint
         if consumer is None and endpoint is not None and member.address.events is not None and self._names_tokens():
-            endpoint.index = self.index_of(member)
+            endpoint.index = self.open_index(member)
             return
         if consumer is None or endpoint is None:
             return
@@ -96,7 +96,7 @@ class KVEventSubscriptions:
             task.cancel()
             del self._consumers[url]
 
-    def counts(self) -> Mapping[str, Mapping[str, int]]:
+    def event_counts(self) -> Mapping[str, Mapping[str, int]]:
         """Return the event counters, by replica and kind of event."""
         return {url: consumer.counts for url, consumer in self._consumers.items()}
 
@@ -137,7 +137,7 @@ class ApproximateIndexFactory:
         """Return an empty index of a replica's cache, of the size and with the eviction policy that it reports."""
         metrics, url = member.metrics, member.address.url
         policy = "2q" if metrics.kind == "headstart" else "lru"
-        num_blocks = self._budget.grant_blocks(url, member.cache_size[1])
+        num_blocks = self._budget.grant_blocks(url, member.modelled_cache_size[1])
         allow = partial(self._budget.grow, url)
         return ApproximateIndex(
             num_blocks, eviction_policy=policy, at_pick=self._at_pick, allow=allow, make_pool=self._make_pool

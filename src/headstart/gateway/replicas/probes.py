@@ -13,7 +13,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from headstart.openai.request_json import decode_json_text
+from headstart.openai.request_json import parse_json
 from headstart.router.endpoint import ReplicaReport
 
 MAX_LINE = 65_536  # characters of a line of metrics; longer ones are skipped
@@ -55,13 +55,13 @@ class ModelCard:
         return _whole(self.fields.get("max_model_len"))
 
     @property
-    def tokenizer(self) -> str:
+    def tokenizer_digest(self) -> str:
         """The digest of a tokenizer whose token ids it takes (tokenizer/handed_tokens.py); "": none."""
         found = self.fields.get("tokenizer")
         return found if isinstance(found, str) and self.fields.get("owned_by") == "headstart" else ""
 
     @property
-    def step_tokens(self) -> int:
+    def max_step_tokens(self) -> int:
         """The most tokens of a step; 0: the replica does not report it."""
         found = _whole(self.fields.get("max_num_batched_tokens"))
         return found if found <= MAX_STEP_TOKENS else 0
@@ -155,15 +155,15 @@ def metrics_in_cards(cards: tuple[ModelCard, ...]) -> ScrapedMetrics | None:
     return None
 
 
-def decode_json(body: bytes) -> Any:
+def parse_json_or_none(body: bytes) -> Any:
     """Return the decoded document; None if it is invalid or nested too deeply."""
     try:
-        return decode_json_text(body)
+        return parse_json(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def parse_sglang_server_info(document: Any) -> tuple[int, int]:
+def parse_sglang_cache_size(document: Any) -> tuple[int, int]:
     """Return SGLang's page size and number of pages, from /get_server_info; zeros for missing values."""
     if not isinstance(document, dict):
         return 0, 0

@@ -88,7 +88,7 @@ def parse_replica_address(text: str) -> ReplicaAddress:
     return ReplicaAddress(_checked_url(url), **found, ranks=ranks)
 
 
-def may_be_replica_address(address: str, *, allow_loopback: bool) -> bool:
+def is_allowed_replica_ip(address: str, *, allow_loopback: bool) -> bool:
     """Return whether an IP address that a cluster or a name server reports can be that of a replica.
 
     Link-local addresses are those of the machine's own network, as of a cloud's metadata service.

@@ -162,14 +162,14 @@ class ReplicaChild:
             self._set(self.settled)
             line = f"{ready[1]}, behind the router at port {ready[3]}"  # no address: the first one must be the router's
         if not line.startswith(_FOR_CLIENTS):
-            self._log.write_line(with_replica_name(self._name, line))
+            self._log.write_line(label_output_line(self._name, line))
 
     def _set(self, *events: asyncio.Event) -> None:
         with suppress(RuntimeError):  # the loop is closed: nothing waits for the event
             self._loop.call_soon_threadsafe(lambda: [event.set() for event in events])
 
 
-def with_replica_name(name: str, line: str) -> str:
+def label_output_line(name: str, line: str) -> str:
     """Return a line of a replica's output with its name: a field of a JSON object, else in front."""
     if line.startswith("{"):
         with suppress(ValueError):

@@ -19,11 +19,11 @@ from headstart.gateway.proxy.request_reader import ServedModelName
 from headstart.gateway.replicas.probes import (
     ModelCard,
     ScrapedMetrics,
-    decode_json,
     metrics_in_cards,
+    parse_json_or_none,
     parse_metrics,
     parse_models,
-    parse_sglang_server_info,
+    parse_sglang_cache_size,
 )
 from headstart.gateway.replicas.replica_address import ReplicaAddress, data_parallel_rank_of, server_url_of
 from headstart.http.logs import ServerLog
@@ -61,7 +61,7 @@ class MonitoredReplica:
         self.checks_keys: bool | None = None  # whether it refuses requests without a valid key; None: unknown
 
     @property
-    def cache_size(self) -> tuple[int, int]:
+    def modelled_cache_size(self) -> tuple[int, int]:
         """The size of its blocks in tokens and their number, as its cache is modelled; 0: not reported.
 
         Smaller blocks than the usual ones are taken together, since each costs as much memory and time as a larger one.
@@ -80,7 +80,7 @@ class MonitoredReplica:
 class ReplicaObserver(Protocol):
     """The owner of a ReplicaMonitor."""
 
-    def index_of(self, member: MonitoredReplica) -> PrefixIndex:
+    def open_index(self, member: MonitoredReplica) -> PrefixIndex:
         """Return the index of the cache of a replica that is first seen or was restarted."""
         ...
 
@@ -159,7 +159,7 @@ class ReplicaMonitor:
                     found.setdefault(card.id, card)
         return list(found.values())
 
-    def served(self) -> dict[str, ServedModelName]:
+    def served_models(self) -> dict[str, ServedModelName]:
         """Return the model and adapter of each model name, with the longest context of its replicas."""
         found: dict[str, ServedModelName] = {}
         lengths: dict[str, list[int]] = {}
@@ -263,15 +263,15 @@ class ReplicaMonitor:
             status, body = await self._get(member, "/v1/models", MAX_MODELS)
             if not self._headers and status < 500:
                 member.checks_keys = status in (401, 403)
-            if status == 200 and (document := decode_json(body)) is not None:
+            if status == 200 and (document := parse_json_or_none(body)) is not None:
                 member.models = parse_models(document)
         if not await self._scrape(member):
             member.metrics = metrics_in_cards(member.models) or member.metrics
         if first:
             member.endpoint = endpoint = Endpoint(
                 member.address.url,
-                self._observer.index_of(member),
-                block_size=member.cache_size[0] or DEFAULT_BLOCK,
+                self._observer.open_index(member),
+                block_size=member.modelled_cache_size[0] or DEFAULT_BLOCK,
             )
         else:
             assert member.endpoint is not None
@@ -280,8 +280,8 @@ class ReplicaMonitor:
                 self._reset(member, endpoint)
         member.was_gone = False
         endpoint.models = frozenset(card.id for card in member.models)
-        endpoint.tokenizer = member.models[0].tokenizer if member.models else ""
-        if member.models and (step_tokens := member.models[0].step_tokens):
+        endpoint.tokenizer = member.models[0].tokenizer_digest if member.models else ""
+        if member.models and (step_tokens := member.models[0].max_step_tokens):
             endpoint.load.set_max_step_tokens(step_tokens)
         if first:
             self._router.add(endpoint)
@@ -316,12 +316,14 @@ class ReplicaMonitor:
         with suppress(aiohttp.ClientError, TimeoutError, ValueError):
             status, body = await self._get(member, "/get_server_info", MAX_MODELS)
             if status == 200:
-                size, pages = parse_sglang_server_info(decode_json(body))
+                size, pages = parse_sglang_cache_size(parse_json_or_none(body))
                 return ScrapedMetrics("sglang", size, pages, found.waiting, found.running, found.kv_usage)
         return found
 
     def _reset(self, member: MonitoredReplica, endpoint: Endpoint) -> None:
-        endpoint.reconfigure(member.cache_size[0] or endpoint.block_size, self._observer.index_of(member))
+        endpoint.reset_for_block_size(
+            member.modelled_cache_size[0] or endpoint.block_size, self._observer.open_index(member)
+        )
         url, state = member.address.url, "started again, its cache is empty"
         self._log.event("replica", {"replica": url, "state": state}, text=f"replica {url}: {state}")
 

@@ -33,7 +33,7 @@ class CallbackReader(asyncio.Protocol):
         if connection is not None and connection.transport is not None:  # otherwise the response is complete
             self._take_over(connection.transport, connection.protocol)
 
-    async def read(self) -> bytes:
+    async def read_untaken(self) -> bytes:
         """Return the next bytes that were not taken; empty at the end. Raises ClientError and TimeoutError."""
         content = self._content
         while not (piece := content.read_nowait()):

@@ -85,7 +85,7 @@ class OtlpExporter:
             pause *= 2
         return False
 
-    def shutdown(self) -> None:
+    def cancel_exports(self) -> None:
         """Make `export` return soon."""
         self._is_closed.set()
 

@@ -20,7 +20,7 @@ Attribute = str | int | float | bool | tuple[str, ...]
 Attributes = dict[str, Attribute]
 
 
-def random_trace_id(num_bytes: int) -> int:
+def random_nonzero_id(num_bytes: int) -> int:
     """Return a random id, which is not 0."""
     return int.from_bytes(os.urandom(num_bytes)) or 1
 
@@ -34,7 +34,7 @@ class TraceParent(NamedTuple):
     state: str = ""
 
     @classmethod
-    def of(cls, headers: Iterable[tuple[bytes, bytes]]) -> "TraceParent | None":
+    def from_headers(cls, headers: Iterable[tuple[bytes, bytes]]) -> "TraceParent | None":
         """Return the caller's span by the headers of an ASGI scope; None without exactly one valid traceparent."""
         found = [value for name, value in headers if name == TRACEPARENT]
         match = _FORM.fullmatch(found[0].strip()) if len(found) == 1 else None
@@ -69,7 +69,7 @@ class TraceSpan:
     error: str = ""
     is_failed: bool = False  # an error of ours, not one of the caller
     events: tuple[SpanEvent, ...] = ()
-    span_id: int = field(default_factory=lambda: random_trace_id(8))
+    span_id: int = field(default_factory=lambda: random_nonzero_id(8))
 
 
 class RequestTrace:

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from headstart.core.errors import ConfigError
 from headstart.http.access_record import AccessRecord
 from headstart.http.logs import ServerLog
-from headstart.http.tracing.request_trace import RequestTrace, SpanEvent, TraceParent, TraceSpan, random_trace_id
+from headstart.http.tracing.request_trace import RequestTrace, SpanEvent, TraceParent, TraceSpan, random_nonzero_id
 
 EXPORT_SECONDS = 5.0  # that a span waits at most
 BATCH_SPANS = 512  # of one export, which begins once so many wait; each costs a request
@@ -36,7 +36,7 @@ class Exporter(Protocol):
         """Send traces and return whether they were accepted. Blocks; called in the tracer's thread."""
         ...
 
-    def shutdown(self) -> None:
+    def cancel_exports(self) -> None:
         """Make `export` return soon."""
         ...
 
@@ -59,10 +59,10 @@ class Tracer:
 
     def begin(self, record: AccessRecord, operation: str, headers: Sequence[tuple[bytes, bytes]]) -> RequestTrace:
         """Return the trace of a request that has just arrived, which continues that of its caller if there is one."""
-        parent = TraceParent.of(headers)
+        parent = TraceParent.from_headers(headers)
         root = TraceSpan(operation, record.arrival, record.arrival, 0 if parent is None else parent.span_id, "server")
         root.attributes |= {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER}
-        trace_id = random_trace_id(16) if parent is None else parent.trace_id
+        trace_id = random_nonzero_id(16) if parent is None else parent.trace_id
         is_sampled = self._exporter.is_sampled(trace_id, parent)
         return RequestTrace(root, trace_id, is_sampled=is_sampled, state="" if parent is None else parent.state)
 
@@ -86,7 +86,7 @@ class Tracer:
         self._is_closing = True
         self._wake.set()
         self._thread.join(CLOSE_SECONDS)
-        self._exporter.shutdown()
+        self._exporter.cancel_exports()
 
     def _run(self) -> None:
         while not self._is_closing:

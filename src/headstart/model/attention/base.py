@@ -17,7 +17,7 @@ from headstart.core.cache.block_store import Data
 from headstart.core.errors import ConfigError
 from headstart.model.kernels.attention import MAX_DIMS
 from headstart.model.kernels.library import find_kernels
-from headstart.model.paged_kv import KVShape
+from headstart.model.paged_kv import TokenKVShape
 from headstart.model.step_inputs import StepInputs
 
 
@@ -69,7 +69,7 @@ class AttentionBackend(Protocol):
     @property
     def kv(self) -> KVBlocks: ...
 
-    def begin(self, step: StepInputs) -> AttentionFunction:
+    def begin_step(self, step: StepInputs) -> AttentionFunction:
         """Return the attention function of one step; valid until the next call of `begin`."""
         ...
 
@@ -78,7 +78,7 @@ class BackendFactory(Protocol):
     """Constructor of a backend with zeroed KV of `num_blocks` blocks."""
 
     def __call__(
-        self, shape: KVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self, shape: TokenKVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> AttentionBackend: ...
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from headstart.core.errors import ConfigError
 from headstart.model.kernels.attention import AttentionCall, PackedPlan, StepTables, plan_step_attention
 from headstart.model.kernels.library import find_kernels, num_kernel_threads
-from headstart.model.packed_kv import PackedKV, contiguous_heads, planned
-from headstart.model.paged_kv import KVShape
+from headstart.model.packed_kv import PackedKV, call_with_writes, contiguous_heads
+from headstart.model.paged_kv import TokenKVShape
 from headstart.model.step_inputs import StepInputs
 
 SPLIT_TOKENS = 256  # minimum tokens per part of a row that is split between threads
@@ -27,7 +27,7 @@ class CPUAttention:
 
     def __init__(
         self,
-        shape: KVShape,
+        shape: TokenKVShape,
         *,
         num_blocks: int,
         block_size: int,
@@ -45,7 +45,7 @@ class CPUAttention:
         self.sharing = SHARING[sharing]
         self.split_blocks = -(-split_tokens // block_size)
 
-    def prepare(
+    def prepare_call(
         self,
         layer: int,
         queries: Tensor,
@@ -77,7 +77,7 @@ class CPUAttention:
             raise ValueError(f"out must be contiguous {kv.dtype} {list(queries.shape)}, got {out.dtype} {out.shape}")
         if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != torch.float32 or not _on_host(sinks)):
             raise ValueError(f"sinks must be contiguous fp32 [{num_heads}], got {sinks.dtype} {list(sinks.shape)}")
-        call = kv.call(layer, keys, values)
+        call = kv.write_call(layer, keys, values)
         call.queries, call.out, call.lse = queries.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr()
         call.query_token, call.query_head = queries.stride(0), queries.stride(1)
         call.group, call.window = num_heads // kv.shape.num_kv_heads, window or 0
@@ -85,7 +85,7 @@ class CPUAttention:
         call.sinks = None if sinks is None else sinks.data_ptr()
         return call
 
-    def begin(self, step: StepInputs) -> "CPUAttentionStep":
+    def begin_step(self, step: StepInputs) -> "CPUAttentionStep":
         """See AttentionBackend. Raises ValueError for a step that reads or writes outside the pool."""
         return CPUAttentionStep(self, step)
 
@@ -123,23 +123,23 @@ class CPUAttentionStep:
         queries, keys, values = contiguous_heads(queries), contiguous_heads(keys), contiguous_heads(values)
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         out = torch.empty(queries.shape, dtype=self.backend.kv.dtype)
-        prepared = self.backend.prepare(
+        prepared = self.backend.prepare_call(
             layer, queries, keys, values, out, scale=scale, window=window, softcap=softcap, sinks=sinks, lse=lse
         )
-        self.backend.kv.kernels.library.headstart_attention(ctypes.byref(self.call(prepared)))
+        self.backend.kv.kernels.library.headstart_attention(ctypes.byref(self.complete_call(prepared)))
         return out
 
     @property
-    def layer_bytes(self) -> int:
+    def layer_stride_bytes(self) -> int:
         """The distance in bytes from the pages of one layer to those of the next."""
         return self.backend.kv.pool.strides[0]
 
-    def call(self, prepared: AttentionCall) -> AttentionCall:
+    def complete_call(self, prepared: AttentionCall) -> AttentionCall:
         """Return a call of this backend's `prepare` for this step, which must live as long as the call.
 
         Raises ValueError if the step has another number of tokens.
         """
-        call = planned(prepared, self._writes)
+        call = call_with_writes(prepared, self._writes)
         found = self._prepared(call.window, call.group)
         call.plan, call.tables = found.plan.data.ctypes.data, self._arrays[3].ctypes.data
         call.parts, call.part_sums = found.parts.ctypes.data, found.part_sums.ctypes.data
@@ -173,7 +173,7 @@ class CPUAttentionStep:
 class _Prepared:
     """A plan, and the memory for the partial results that are merged at the end."""
 
-    def __init__(self, plan: PackedPlan, group: int, shape: KVShape) -> None:
+    def __init__(self, plan: PackedPlan, group: int, shape: TokenKVShape) -> None:
         self.plan, self.group = plan, group
         num_heads, dims = group * shape.num_kv_heads, -(-shape.head_dim // 16) * 16
         self.parts = np.empty((plan.head.num_slots, num_heads, dims), np.float32)

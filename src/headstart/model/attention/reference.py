@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headstart.model.attention.attention_plan import AttentionPlan, DecodeBucket, PrefillReads, plan_attention_reads
-from headstart.model.paged_kv import KVShape, PagedKV
+from headstart.model.paged_kv import PagedKV, TokenKVShape
 from headstart.model.step_inputs import StepInputs
 
 TILE_SCORES = 2 << 20  # maximum number of scores in memory at a time in a prefill
@@ -32,14 +32,14 @@ class ReferenceAttention:
     """The reference attention backend, which owns the KV of one model; see `AttentionBackend`."""
 
     def __init__(
-        self, shape: KVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self, shape: TokenKVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.kv = PagedKV(shape, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
         self._scratch = torch.empty(0, dtype=dtype, device=device)  # reused: new memory costs more than the copy
         # Added to the scores: an addition is much cheaper than a masked fill.
         self.above_diagonal = torch.full((MAX_TILE, MAX_TILE), float("-inf"), dtype=dtype, device=device).triu_(1)
 
-    def begin(self, step: StepInputs) -> "ReferenceAttentionStep":
+    def begin_step(self, step: StepInputs) -> "ReferenceAttentionStep":
         return ReferenceAttentionStep(self, step)
 
     def gather(self, layer: int, pages: Tensor, batch: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.core.cache.block_store import Data
-from headstart.model.paged_kv import KVShape
+from headstart.model.paged_kv import TokenKVShape
 
 warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
 RING = 8  # pinned buffers of blocks on their way to the device
@@ -24,7 +24,7 @@ class CudaKV:
     """KV of `num_blocks` blocks of `block_size` tokens; block 0 is never written. Also works on a CPU, for tests."""
 
     def __init__(
-        self, shape: KVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self, shape: TokenKVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
         self.num_blocks, self.block_size = num_blocks, block_size

@@ -18,7 +18,7 @@ from torch import Tensor
 from headstart.core.batch import Batch, Chunk, RowError, RowErrorKind, RowResult, StepResult
 from headstart.core.cache.block_store import Data
 from headstart.model.cuda.cuda_kv import CudaKV
-from headstart.model.cuda.decoder_pass import DECODES, GROUPS, MIXED, DecoderPass, PassResult
+from headstart.model.cuda.decoder_pass import DECODES, GROUPS, MIXED, CudaDecoder, PassResult
 from headstart.model.cuda.device_sampling import DeviceSampler
 from headstart.model.cuda.staged_sampling import StagedParams
 from headstart.model.cuda.steady_decodes import SteadyDecodes
@@ -28,7 +28,7 @@ from headstart.model.grammar.grammar_compiler import CachingGrammarCompiler
 from headstart.model.grammar.grammar_rows import GrammarRows
 from headstart.model.kv_writes import Int32s
 from headstart.model.layers.decoder import Decoder
-from headstart.model.step_inputs import PackedChunks, StepBounds, chunk_problems, pack_chunks
+from headstart.model.step_inputs import PackedChunks, StepInputRanges, chunk_problems, pack_chunks
 from headstart.model.weights.model_loader import LoadedModel
 
 META_INTS = 1 << 20  # room for the array of a step
@@ -101,11 +101,11 @@ class CudaRunner:
         )
         self.block_bytes = self.kv.block_bytes
         max_positions, config = loaded.max_model_len, loaded.model.config
-        self.decoder = DecoderPass(loaded.model, self.kv, max_positions=max_positions, exact=exact)
+        self.decoder = CudaDecoder(loaded.model, self.kv, max_positions=max_positions, exact=exact)
         self.graphs = StepGraphs(self.kv, max_rows=max_rows, max_tokens=max_graph_tokens)
         rows = None if grammars is None else GrammarRows(grammars, torch.get_num_threads())
         self.sampler = DeviceSampler(loaded.vocab_size, seed=seed, grammars=rows)
-        self._bounds = StepBounds(num_blocks, block_size, loaded.vocab_size, max_positions)
+        self._bounds = StepInputRanges(num_blocks, block_size, loaded.vocab_size, max_positions)
         self.planner = StepPlanner(
             page=block_size,
             group=config.num_heads // config.num_kv_heads,
@@ -192,11 +192,11 @@ class CudaRunner:
     def warm_up(self, keys: Sequence[GraphKey] | None = None) -> None:
         """Compile kernels and capture graphs, all of them if none are named."""
         self._steady.forget()  # what is captured is padded otherwise
-        for key in self.graphs.keys() if keys is None else keys:
+        for key in self.graphs.keys_to_capture() if keys is None else keys:
             layout = StepArrayLayout(key.rows, key.rows, key.outputs)
             self._meta.zero_()
-            self._meta[layout.slots : layout.slots + key.rows] = -1
-            self._meta[layout.previous : layout.previous + key.rows] = -1
+            self._meta[layout.slots_offset : layout.slots_offset + key.rows] = -1
+            self._meta[layout.previous_offset : layout.previous_offset + key.rows] = -1
             with self._device():
                 self.graphs.capture_graph(key, lambda key=key, layout=layout: self._run(layout, key.kind))
 
@@ -292,7 +292,7 @@ class CudaRunner:
     def _queue_answer(self, step: SubmittedStep, one: _Pass, result: PassResult, params: Tensor) -> None:
         """Sample what needs more than the best token, and queue the copy of the answer to the host."""
         one.logits, answer, chunks = result.logits, result.answer, one.chunks
-        if one.logits is not None and one.staged.may_sample_again:
+        if one.logits is not None and one.staged.needs_logits_kept:
             one.logits = one.logits.clone()  # the next step overwrites those of a graph
             one.chunks = [chunk._replace(block_ids=tuple(chunk.block_ids)) for chunk in chunks]
         if one.logits is not None and one.staged.used:
@@ -328,11 +328,11 @@ class CudaRunner:
             rows = [RowResult() if ok else _NOT_FINITE for ok in finite]
         if one.sampled and one.logits is not None:
             some = [one.chunks[index] for index in one.sampled]
-            found = self.sampler.rows(answer[: one.num_answers], one.staged, some, one.logits)
+            found = self.sampler.collect_results(answer[: one.num_answers], one.staged, some, one.logits)
             for index, row in zip(one.sampled, found, strict=True):
                 if rows[index].error is None:
                     rows[index] = row
-            if one.staged.may_sample_again and self._flying:
+            if one.staged.needs_logits_kept and self._flying:
                 self._continue_again(step, one, answer, rows)
         for index, row in one.prompt_rows.items():
             if rows[index].error is None:

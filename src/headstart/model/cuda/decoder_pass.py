@@ -45,7 +45,7 @@ class PassResult(NamedTuple):
     finite: Tensor | None  # [T] int32: whether the hidden states of a token are finite; None: the logits say it
 
 
-class DecoderPass:
+class CudaDecoder:
     """The weights of a Decoder, and the launches that compute a step of it."""
 
     def __init__(self, decoder: Decoder, kv: CudaKV, *, max_positions: int, exact: bool) -> None:
@@ -117,8 +117,8 @@ class DecoderPass:
     def _forward(self, meta: Tensor, sampled: Tensor, layout: StepArrayLayout, kind: str) -> Tensor:
         config, pdl, count = self.config, self.pdl, layout.rows
         eps = config.rms_norm_eps
-        positions, slots = meta[layout.positions :][:count], meta[layout.slots :][:count]
-        tokens, previous = meta[layout.tokens :][:count], meta[layout.previous :][:count]
+        positions, slots = meta[layout.positions_offset :][:count], meta[layout.slots_offset :][:count]
+        tokens, previous = meta[layout.tokens_offset :][:count], meta[layout.previous_offset :][:count]
         stream = triton_layers.embed_tokens(tokens, previous, sampled, self.embedding, pdl=pdl)
         layers = self.decoder.layers
         rows = triton_layers.add_rms_norm(stream, _norm(layers[0].qkv), eps, pdl=pdl)
@@ -140,8 +140,8 @@ class DecoderPass:
     def _one(self, meta: Tensor, sampled: Tensor, layout: StepArrayLayout) -> tuple[Tensor, Tensor]:
         """Return the stream [1, hidden] behind the last layer and the logits, for a step of one token."""
         config, pdl, eps = self.config, self.pdl, self.config.rms_norm_eps
-        step = (meta[layout.positions :], meta[layout.slots :], meta[layout.singles_offset :])
-        tokens, previous = meta[layout.tokens :][:1], meta[layout.previous :][:1]
+        step = (meta[layout.positions_offset :], meta[layout.slots_offset :], meta[layout.singles_offset :])
+        tokens, previous = meta[layout.tokens_offset :][:1], meta[layout.previous_offset :][:1]
         stream = triton_layers.embed_tokens(tokens, previous, sampled, self.embedding, pdl=pdl)
         out = stream.new_empty(1, config.num_heads, config.head_dim)
 
@@ -155,7 +155,7 @@ class DecoderPass:
             )  # fmt: skip
 
         for index, layer in enumerate(self.decoder.layers):
-            triton_attention.launch_single_token_attention(
+            triton_attention.launch_single_token_step(
                 product(stream, layer.qkv), self.kv.layers[index], out, self.parts, meta, step, self.angles,
                 self._norms[index], eps, self._scorings[index], self.single, programs=2 * self.processors, pdl=pdl,
             )  # fmt: skip
@@ -174,7 +174,7 @@ class DecoderPass:
         scoring: LayerScoring,
     ) -> None:
         """Fill `out` [T, Hq, D]. In a graph a launch without items ends at once."""
-        positions, singles = meta[layout.positions :], meta[layout.singles_offset :]
+        positions, singles = meta[layout.positions_offset :], meta[layout.singles_offset :]
         common = (queries, kv, out, self.parts, meta, positions, singles, scoring)
         # Tiles and singles of decodes are short of work: they run side by side. Elsewhere one launch follows the other,
         # and may begin before the other has ended; such launches do not cross streams.
@@ -202,7 +202,7 @@ class DecoderPass:
         if side is not None and main is not None:
             main.wait_stream(side)
         if layout.merged:
-            tokens, firsts = meta[layout.merged_tokens_offset :][: layout.merged], meta[layout.firsts_offset :]
+            tokens, firsts = meta[layout.merged_tokens_offset :][: layout.merged], meta[layout.first_parts_offset :]
             triton_attention.merge_partial_results(self.parts, out, tokens, firsts, scoring.sinks, pdl=pdl)
 
 

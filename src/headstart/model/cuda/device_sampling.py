@@ -23,8 +23,8 @@ from headstart.core.batch import Chunk, RowResult
 from headstart.model.cuda.staged_sampling import (
     LOW_BITS,
     NOTHING,
+    NeededFilters,
     SampledRow,
-    SamplingFilters,
     StagedParams,
     pack_params,
 )
@@ -32,7 +32,7 @@ from headstart.model.grammar.grammar_rows import MASK_BITS, GrammarRows
 from headstart.model.sampling.sampler import (
     NOT_FINITE,
     Sampler,
-    accept_sampled_row,
+    advance_row_grammar,
     compute_logprobs,
     is_greedy,
     make_logprob_entries,
@@ -85,8 +85,8 @@ class DeviceSampler:
         """
         count = len(logits)
         values, best = logits.max(dim=-1)  # NaN propagates
-        end = staged.num_planes * count
-        answer = torch.empty(end + staged.num_entries, dtype=torch.int32, device=logits.device)
+        end = staged.num_answer_planes * count
+        answer = torch.empty(end + staged.num_logprob_entries, dtype=torch.int32, device=logits.device)
         tokens = answer[:count]
         tokens.copy_(best)
         answer[count : 2 * count].view(torch.float32).copy_(values)
@@ -105,7 +105,7 @@ class DeviceSampler:
                     to[part] = values
         return answer
 
-    def rows(
+    def collect_results(
         self, answer: npt.NDArray[np.int32], staged: StagedParams, chunks: Sequence[Chunk], logits: Tensor
     ) -> list[RowResult]:
         """Return the row of each chunk from the answer of `launch`. `logits` are read only for rows to sample again.
@@ -126,7 +126,7 @@ class DeviceSampler:
                     self._wide.add(chunk.request_id)
             row = own[0] if len(own) == 1 else _accepted(chunk, own)
             if self._grammars is not None and chunk.sampling.grammar is not None and at not in redo:
-                row = accept_sampled_row(self._grammars, chunk, row)
+                row = advance_row_grammar(self._grammars, chunk, row)
             rows.append(row)
             firsts.append(first)
             first += chunk.num_logits
@@ -140,8 +140,8 @@ class DeviceSampler:
 
     def _found(self, answer: npt.NDArray[np.int32], staged: StagedParams) -> tuple[list[RowResult], list[int] | None]:
         """Return the row of each row of logits, and the flags if there are any."""
-        end = len(answer) - staged.num_entries
-        planes = answer[:end].reshape(staged.num_planes, -1)[:, : staged.num_rows]
+        end = len(answer) - staged.num_logprob_entries
+        planes = answer[:end].reshape(staged.num_answer_planes, -1)[:, : staged.num_rows]
         tokens = planes[0].tolist()
         found = [RowResult((token,)) for token in tokens]
         if staged.num_tops:
@@ -166,7 +166,7 @@ class DeviceSampler:
         if self._grammars is not None and constrained:
             redo |= {at for at in constrained if chunks[at].num_logits > 1}
             constrained = [at for at in constrained if at not in redo]
-            redo |= {constrained[at] for at in self._grammars.begin([chunks[at] for at in constrained])}
+            redo |= {constrained[at] for at in self._grammars.compute_masks([chunks[at] for at in constrained])}
         rows: list[SampledRow] = []
         first = 0
         for at, chunk in enumerate(chunks):
@@ -196,9 +196,9 @@ def _accepted(chunk: Chunk, own: list[RowResult]) -> RowResult:
     """Return the rows of one chunk up to the first token that differs from its draft."""
     verified = VerifiedChunk(chunk, 0)
     for row in own:
-        if not verified.add(row):
+        if not verified.add_row(row):
             break
-    return verified.row()
+    return verified.result()
 
 
 def _as_staged(chunk: Chunk) -> Chunk:
@@ -253,7 +253,7 @@ def _edit(work: Tensor, params: Tensor, staged: StagedParams) -> None:
         rows.masked_fill_(allowed.view(len(rows), -1)[:, :width] == 0, -inf)
 
 
-def _draw(logits: Tensor, columns: Tensor, filters: SamplingFilters) -> tuple[Tensor, Tensor | None]:
+def _draw(logits: Tensor, columns: Tensor, filters: NeededFilters) -> tuple[Tensor, Tensor | None]:
     """Do the same as draw.draw; return the tokens and, with top_p, whether a row's set is wider than was looked at.
 
     Overwrites `logits` [D, V]; `columns` [6, D, 1] are the parameters.

@@ -15,7 +15,7 @@ LOW_BITS = 27  # of the 53 bits of a random number, which is stored as two integ
 NOTHING = slice(0, 0)
 
 
-class SamplingFilters(NamedTuple):
+class NeededFilters(NamedTuple):
     """The filters that any drawn row of a step needs."""
 
     min_p: bool
@@ -39,24 +39,24 @@ class StagedParams(NamedTuple):
     masked: slice = NOTHING  # of the gathered rows
     masks: slice = NOTHING
     draws: slice = NOTHING  # [6, drawn rows]
-    filters: SamplingFilters = SamplingFilters(False, 0, False, False, 0)
+    filters: NeededFilters = NeededFilters(False, 0, False, False, 0)
     asked: slice = NOTHING  # rows of the logits
     num_tops: tuple[tuple[int, int], ...] = ()  # (row, number of alternatives) of rows with log-probabilities
     num_top: int = 0  # the greatest number, V at most
 
     @property
-    def num_planes(self) -> int:
+    def num_answer_planes(self) -> int:
         """Of the answer [planes, R]: tokens, best logits and, if rows are gathered, flags."""
         return 2 if self.order == NOTHING else 3
 
     @property
-    def num_entries(self) -> int:
+    def num_logprob_entries(self) -> int:
         """Numbers behind the planes: log-probabilities of tokens and alternatives, ids of alternatives."""
         return len(self.num_tops) * (1 + 2 * self.num_top)
 
     @property
-    def may_sample_again(self) -> bool:
-        """Whether `DeviceSampler.rows` may read the logits, which must not change until then."""
+    def needs_logits_kept(self) -> bool:
+        """Whether `DeviceSampler.collect_results` may read the logits, which must not change until then."""
         return bool(self.redo) or self.num_edited > 0 or self.filters.top_p
 
 
@@ -85,7 +85,7 @@ def pack_params(
     drawn = [row for row in gathered if row.uniform is not None]
     params = [row.sampling for row in drawn]
     top_ks = [_top_k(s, vocab_size) for s in params]
-    filters = SamplingFilters(
+    filters = NeededFilters(
         min_p=any(s.min_p > 0 for s in params),
         top_k=max([0, *top_ks]),
         top_p=any(s.top_p < 1 for s in params),

@@ -13,7 +13,7 @@ import numpy as np
 
 from headstart.core.batch import Chunk
 from headstart.model.cuda.step_plan import ITEM, Ints, PackedStepChunks, StepArrayLayout
-from headstart.model.step_inputs import StepBounds
+from headstart.model.step_inputs import StepInputRanges
 
 
 class _Row(NamedTuple):
@@ -38,7 +38,7 @@ class _Moved(NamedTuple):
 class SteadyDecodes:
     """The last step of decodes that was planned, and how to go on from it."""
 
-    def __init__(self, bounds: StepBounds, split: int) -> None:
+    def __init__(self, bounds: StepInputRanges, split: int) -> None:
         """`split`: keys of a partial result; when a sequence begins another one, the step is planned anew."""
         self._bounds, self._split = bounds, split
         self._rows: list[_Row] = []
@@ -82,10 +82,10 @@ class SteadyDecodes:
         if found is None:
             return None
         memory, layout, count = self._memory, self._layout, len(chunks)
-        memory[layout.tokens : layout.tokens + count] = found.tokens
-        memory[layout.positions : layout.positions + count] += 1
-        memory[layout.slots : layout.slots + count] = found.slots
-        memory[layout.previous : layout.previous + count] = found.before
+        memory[layout.tokens_offset : layout.tokens_offset + count] = found.tokens
+        memory[layout.positions_offset : layout.positions_offset + count] += 1
+        memory[layout.slots_offset : layout.slots_offset + count] = found.slots
+        memory[layout.previous_offset : layout.previous_offset + count] = found.before
         memory[self._last_ends] += 1
         for at, block in found.blocks:
             memory[at] = block

@@ -42,7 +42,7 @@ class StepGraphs:
         self._decodes = [size for size in DECODE_SIZES if size < max_rows] + [max_rows]
         self._chunks = [size for size in CHUNK_SIZES if size <= max_tokens]
 
-    def keys(self) -> list[GraphKey]:
+    def keys_to_capture(self) -> list[GraphKey]:
         """Return the passes to capture, longest first."""
         chunks = [GraphKey(MIXED, size, min(OUTPUTS, size)) for size in reversed(self._chunks)]
         return chunks + [GraphKey(kind, size, 0) for size in reversed(self._decodes) for kind in (DECODES, GROUPS)]

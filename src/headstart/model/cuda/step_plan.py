@@ -42,36 +42,36 @@ class StepArrayLayout(NamedTuple):
     total: int = 0  # ints used
 
     @property
-    def tokens(self) -> int:
+    def tokens_offset(self) -> int:
         return HEADER
 
     @property
-    def positions(self) -> int:
-        return HEADER + round_up_to_16(self.rows)
+    def positions_offset(self) -> int:
+        return HEADER + align_to_16_bytes(self.rows)
 
     @property
-    def slots(self) -> int:
-        return HEADER + 2 * round_up_to_16(self.rows)
+    def slots_offset(self) -> int:
+        return HEADER + 2 * align_to_16_bytes(self.rows)
 
     @property
-    def previous(self) -> int:
-        return HEADER + 3 * round_up_to_16(self.rows)
+    def previous_offset(self) -> int:
+        return HEADER + 3 * align_to_16_bytes(self.rows)
 
     @property
     def merged_tokens_offset(self) -> int:
-        return HEADER + 4 * round_up_to_16(self.rows)
+        return HEADER + 4 * align_to_16_bytes(self.rows)
 
     @property
-    def firsts_offset(self) -> int:
-        return self.merged_tokens_offset + round_up_to_16(self.merged)
+    def first_parts_offset(self) -> int:
+        return self.merged_tokens_offset + align_to_16_bytes(self.merged)
 
     @property
     def selected_offset(self) -> int:
-        return self.firsts_offset + round_up_to_16(self.merged + 1)
+        return self.first_parts_offset + align_to_16_bytes(self.merged + 1)
 
     @property
     def singles_offset(self) -> int:
-        return self.selected_offset + round_up_to_16(self.outputs)
+        return self.selected_offset + align_to_16_bytes(self.outputs)
 
     @property
     def needs_no_merge_pass(self) -> bool:
@@ -215,12 +215,12 @@ class StepPlanner:
         items[:, 2] += at_tables
         memory[:HEADER] = len(alone), len(items), at_tiles, at_entries
         for at, values, length, padding in (
-            (layout.tokens, step.tokens, rows, 0),
-            (layout.positions, step.positions, rows, 0),
-            (layout.slots, step.slots, rows, -1),
-            (layout.previous, step.previous, rows, -1),
+            (layout.tokens_offset, step.tokens, rows, 0),
+            (layout.positions_offset, step.positions, rows, 0),
+            (layout.slots_offset, step.slots, rows, -1),
+            (layout.previous_offset, step.previous, rows, -1),
             (layout.merged_tokens_offset, merged_tokens, merged, 0),  # those added have no parts
-            (layout.firsts_offset, firsts, merged + 1, firsts[-1]),
+            (layout.first_parts_offset, firsts, merged + 1, firsts[-1]),
             (layout.selected_offset, selected, outputs, 0),
         ):
             memory[at : at + len(values)] = values
@@ -314,7 +314,7 @@ def keys_per_partial_result(kv_heads: int) -> int:
     return 256 if kv_heads > 8 else 128
 
 
-def round_up_to_16(count: int) -> int:
+def align_to_16_bytes(count: int) -> int:
     """Round up to 16 bytes: Triton compiles a kernel again for a pointer that is aligned otherwise."""
     return -(-count // 4) * 4
 

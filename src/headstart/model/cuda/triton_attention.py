@@ -415,7 +415,7 @@ def launch_attention(
     )  # fmt: skip
 
 
-def launch_single_token_attention(
+def launch_single_token_step(
     qkv: Tensor,
     kv: KV,
     out: Tensor,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headstart.model.attention.cpu import check_block_tables
 from headstart.model.cuda.cuda_kv import CudaKV
-from headstart.model.cuda.step_plan import Ints, PackedStepChunks, StepArrayLayout, StepPlanner, round_up_to_16
+from headstart.model.cuda.step_plan import Ints, PackedStepChunks, StepArrayLayout, StepPlanner, align_to_16_bytes
 from headstart.model.cuda.triton_attention import (
     KV,
     LayerScoring,
@@ -28,7 +28,7 @@ from headstart.model.cuda.triton_attention import (
     tile_shapes,
 )
 from headstart.model.cuda.triton_rotary import append_kv
-from headstart.model.paged_kv import KVShape
+from headstart.model.paged_kv import TokenKVShape
 from headstart.model.step_inputs import StepInputs
 
 
@@ -36,7 +36,7 @@ class TritonAttention:
     """The attention backend for GPUs, which owns the KV of one model; see `AttentionBackend`."""
 
     def __init__(
-        self, shape: KVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
+        self, shape: TokenKVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
         split_tokens: int = 0,
     ) -> None:  # fmt: skip
         """`split_tokens`: keys of a partial result, a power of two from 16 on; 0: the planner's choice."""
@@ -50,7 +50,7 @@ class TritonAttention:
         self._split = split_tokens
         self._parts: dict[int, PartialResults] = {}  # by the number of query heads
 
-    def begin(self, step: StepInputs) -> "TritonAttentionStep":
+    def begin_step(self, step: StepInputs) -> "TritonAttentionStep":
         """See AttentionBackend. Raises ValueError for a step that reads outside the pool."""
         return TritonAttentionStep(self, step)
 
@@ -63,7 +63,7 @@ class TritonAttention:
             exact=False,
         )  # fmt: skip
 
-    def parts(self, count: int, heads: int) -> PartialResults:
+    def reserve_partial_results(self, count: int, heads: int) -> PartialResults:
         """Return room for the partial results of a launch; the launches share it."""
         _, kvs, dim = self.kv.shape
         held = self._parts.get(heads)
@@ -134,7 +134,7 @@ class TritonAttentionStep:
         if count := layout.num_tiles * kvs:
             launch_attention(*common, backend.tile, single=False, programs=count, pdl=pdl)
         if layout.merged:
-            tokens, firsts = meta[layout.merged_tokens_offset :][: layout.merged], meta[layout.firsts_offset :]
+            tokens, firsts = meta[layout.merged_tokens_offset :][: layout.merged], meta[layout.first_parts_offset :]
             merge_partial_results(parts, out, tokens, firsts, scoring.sinks, pdl=pdl)
 
     def _plan(self, heads: int) -> list[_Plan]:
@@ -144,7 +144,7 @@ class TritonAttentionStep:
         for rows in _fitting(planner, _step_rows(self._step)):
             memory, tile = np.empty(planner.bounds(rows)[1], np.int32), backend.tile.tile_rows
             layouts.append(planner.fill(memory, rows, padded=None, tile_rows=tile, selected=none, outputs=0))
-            arrays.append(memory[: round_up_to_16(layouts[-1].total)])
+            arrays.append(memory[: align_to_16_bytes(layouts[-1].total)])
         array = torch.from_numpy(np.concatenate(arrays))
         meta = (array.pin_memory() if backend.on_gpu else array).to(backend.kv.device, non_blocking=True)
         metas = meta.split([len(one) for one in arrays])

@@ -38,7 +38,7 @@ class CachingGrammarCompiler:
         self._pending: OrderedDict[str, deque[tuple[str, Future[LLMatcher]]]] = OrderedDict()  # by tenant, next first
         self._thread = ThreadPoolExecutor(1, "grammars")
 
-    def compile(self, grammar: str, tenant: str = "") -> "Future[LLMatcher]":
+    def begin_compile(self, grammar: str, tenant: str = "") -> "Future[LLMatcher]":
         """Begin to compile a grammar unless it is cached. The future raises InvalidRequestError for an invalid one."""
         with self._lock:
             known = self._compiled.get(grammar)
@@ -56,7 +56,7 @@ class CachingGrammarCompiler:
 
     def matcher(self, grammar: str) -> LLMatcher:
         """Return a matcher in the initial state; compiles the grammar if it is not cached. Raises as `compile`."""
-        return self.compile(grammar).result().deep_copy()
+        return self.begin_compile(grammar).result().deep_copy()
 
     def _compile_next(self) -> None:
         """Compile a grammar of the tenant whose turn it is."""

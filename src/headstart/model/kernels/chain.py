@@ -53,7 +53,7 @@ class ChainBuffers:
         self._tensors[index] = tensor
         self.addresses[index] = tensor.data_ptr()
 
-    def fill(self, *indices: int) -> None:
+    def allocate(self, *indices: int) -> None:
         """Allocate new memory for these buffers."""
         for index in indices:
             self[index] = torch.empty((self.count, self.widths[index]), dtype=self.dtype)
@@ -103,11 +103,11 @@ class LinearChain:
         return self._rotary_dim
 
     @property
-    def links(self) -> tuple[int, int]:
+    def link_address_and_count(self) -> tuple[int, int]:
         """The address and number of the links, for a call that runs several chains."""
         return ctypes.addressof(self._links), len(self._links)
 
-    def scratch(self, count: int) -> Tensor:
+    def allocate_scratch(self, count: int) -> Tensor:
         """Allocate memory for calls with `count` rows and the current number of torch's threads."""
         size = self._functions.headstart_scratch(self.widest, count, num_kernel_threads())
         return torch.empty(size, dtype=torch.uint8)
@@ -118,7 +118,7 @@ class LinearChain:
         Raises ValueError for buffers, scratch or angles that do not fit.
         """
         count, num_threads = buffers.count, num_kernel_threads()
-        self.check(buffers, scratch)
+        self.check_buffers(buffers, scratch)
         cosine = sine = None
         if self._rotary_dim is not None:
             if angles is None:
@@ -137,7 +137,7 @@ class LinearChain:
             num_threads,
         )
 
-    def check(self, buffers: ChainBuffers, scratch: Tensor) -> None:
+    def check_buffers(self, buffers: ChainBuffers, scratch: Tensor) -> None:
         """Raise ValueError unless all links can run on these buffers and this scratch memory."""
         count = buffers.count
         if buffers.widths != self.widths or not all(buffers.addresses):
@@ -157,7 +157,7 @@ class ChainWorkspace:
         self._memory = [torch.empty((0, width), dtype=self._dtype) for width in self._widths]
         self._threads, self._kept = num_kernel_threads(), self._made(1)
 
-    def of(self, count: int) -> tuple[ChainBuffers, Tensor]:
+    def buffers_for_rows(self, count: int) -> tuple[ChainBuffers, Tensor]:
         """Return buffers of `count` rows, all set, and scratch memory for them; their content is any."""
         if self._kept[0].count != count or self._threads != num_kernel_threads():
             self._threads, self._kept = num_kernel_threads(), self._made(count)
@@ -170,7 +170,7 @@ class ChainWorkspace:
         buffers = ChainBuffers(count, self._widths, self._dtype)
         for index, memory in enumerate(self._memory):
             buffers[index] = memory[:count]
-        return buffers, self._widest.scratch(count)
+        return buffers, self._widest.allocate_scratch(count)
 
 
 def _check_link(link: ChainLink, widths: tuple[int, ...]) -> None:

@@ -91,7 +91,7 @@ class CompiledTwoQueue:
         return block
 
     @property
-    def block_tables(self) -> tuple[OrderedDict[int, None], ...]:
+    def backing_tables(self) -> tuple[OrderedDict[int, None], ...]:
         return ()
 
     def __len__(self) -> int:

@@ -68,19 +68,19 @@ class CompiledPoolFactory:
 
     def __call__(
         self, capacity: int, max_blocks: int, eviction_policy: str, former: object | None = None
-    ) -> "CompiledPool":
+    ) -> "CompiledModelledPool":
         """Return an empty pool; the clock and the statistics of `former` go on."""
-        assert former is None or isinstance(former, CompiledPool)
-        return CompiledPool(self, capacity, max_blocks, eviction_policy, former)
+        assert former is None or isinstance(former, CompiledModelledPool)
+        return CompiledModelledPool(self, capacity, max_blocks, eviction_policy, former)
 
     def match_in_all_pools(self, handles: Sequence[int], block_hashes: list[BlockHash]) -> "array[int]":
         """Return the number of leading blocks that each pool has."""
         hits, pools = array("i", bytes(4 * len(handles))), array("q", handles)
-        joined = self.join_hashes(block_hashes)
+        joined = self.pack_hashes(block_hashes)
         self.calls["match_all"](_address(pools), len(handles), joined, len(block_hashes), _address(hits))
         return hits
 
-    def join_hashes(self, block_hashes: list[BlockHash]) -> bytes:
+    def pack_hashes(self, block_hashes: list[BlockHash]) -> bytes:
         """Return the hashes as one string. It is kept, since a decision and its request follow each other."""
         if block_hashes is not self._last or len(self._joined) != HASH_BYTES * len(block_hashes):
             self._last, self._joined = block_hashes, b"".join(block_hashes)
@@ -88,11 +88,16 @@ class CompiledPoolFactory:
         return self._joined
 
 
-class CompiledPool:
+class CompiledModelledPool:
     """The blocks of one cache of `capacity` blocks, which may become `max_blocks`. A ModelledCache of the router."""
 
     def __init__(
-        self, maker: CompiledPoolFactory, capacity: int, max_blocks: int, policy: str, former: "CompiledPool | None"
+        self,
+        maker: CompiledPoolFactory,
+        capacity: int,
+        max_blocks: int,
+        policy: str,
+        former: "CompiledModelledPool | None",
     ) -> None:
         self._maker = maker
         self._calls = maker.calls
@@ -120,14 +125,14 @@ class CompiledPool:
         return self._size(3)
 
     @property
-    def now(self) -> int:
+    def use_count(self) -> int:
         return self._size(4)
 
     @property
-    def tables(self) -> "tuple[CompiledPool]":
+    def discardable_parts(self) -> "tuple[CompiledModelledPool]":
         return (self,)
 
-    def free_some_entries(self, num: int) -> int:
+    def dismantle_some(self, num: int) -> int:
         """Free some thousand entries; return their number, 0 when nothing is left. The pool is used no more."""
         return self._calls["dismantle"](self.handle)
 
@@ -137,19 +142,19 @@ class CompiledPool:
     def was_evicted(self, block_hash: BlockHash) -> bool:
         return bool(self._calls["was_evicted"](self.handle, block_hash))
 
-    def is_idle_since(self, block_hash: BlockHash, serial: int) -> bool:
+    def is_idle_used_since(self, block_hash: BlockHash, serial: int) -> bool:
         return bool(self._calls["is_idle_since"](self.handle, block_hash, serial))
 
     def num_exclusive_blocks(self, blocks: Sequence[int]) -> int:
         return self._of_blocks("num_own", blocks)
 
-    def match(self, block_hashes: list[BlockHash], near: int = 0) -> int:
-        return self._calls["match"](self.handle, self._maker.join_hashes(block_hashes), len(block_hashes), near)
+    def num_cached_prefix_blocks(self, block_hashes: list[BlockHash], near: int = 0) -> int:
+        return self._calls["match"](self.handle, self._maker.pack_hashes(block_hashes), len(block_hashes), near)
 
-    def count_held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
-        return self.num_held, self._calls["held"](self.handle, self._maker.join_hashes(block_hashes), len(block_hashes))
+    def count_held_and_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+        return self.num_held, self._calls["held"](self.handle, self._maker.pack_hashes(block_hashes), len(block_hashes))
 
-    def eviction_loss(self, num_blocks: int) -> float:
+    def expected_lost_blocks(self, num_blocks: int) -> float:
         return self._calls["loss"](self.handle, num_blocks)
 
     def num_unused_since(self, serial: int) -> int:
@@ -175,11 +180,11 @@ class CompiledPool:
         reservation.blocks = found if not start else array("i", reservation.blocks) + found
         reservation.serials = serials if not start else array("q", reservation.serials) + serials
 
-    def extend(self, reservation: HeldBlocks, unsure: int) -> None:
+    def add_missing_blocks(self, reservation: HeldBlocks, unsure: int) -> None:
         num = len(reservation.block_hashes)
         if len(reservation.blocks) == num:
             return
-        self.acquire(reservation, self.match(reservation.block_hashes))
+        self.acquire(reservation, self.num_cached_prefix_blocks(reservation.block_hashes))
         start = len(reservation.blocks)
         found = array("i", bytes(4 * (num - start)))
         hashes = self._hashes(reservation, start)
@@ -200,7 +205,7 @@ class CompiledPool:
         self._of_blocks("keep", blocks[:num_kept])
         self._of_blocks("distrust", blocks[num_kept:])
 
-    def drop(self, num: int) -> None:
+    def evict(self, num: int) -> None:
         self._calls["drop"](self.handle, num)
 
     def resize(self, capacity: int) -> None:
@@ -217,7 +222,7 @@ class CompiledPool:
 
     def _hashes(self, reservation: HeldBlocks, start: int) -> int:
         """Return the address of the hashes from `start` on; the joined string is kept until the next question."""
-        joined = self._maker.join_hashes(reservation.block_hashes)
+        joined = self._maker.pack_hashes(reservation.block_hashes)
         return (ctypes.cast(_B(joined), _P).value or 0) + HASH_BYTES * start
 
 

@@ -106,7 +106,7 @@ class PagePrefaulter:
         self._end = self._due = 0  # of the items that have pages; the item at which more are taken
         self._thread: Thread | None = None
 
-    def writes(self, item: int) -> None:
+    def note_writes_up_to(self, item: int) -> None:
         """Tell that a step writes items up to this one. Never waits."""
         if item < self._due or (self._thread is not None and self._thread.is_alive()):
             return

@@ -88,7 +88,7 @@ class StepRecurrentStates:
         self._chunks = (ctypes.c_int64 * len(chunks))(*chunks)
         self._count, self._size = end, len(rows[0].state) if rows else 0
 
-    def chunks(self, count: int, size: int) -> tuple[int, int]:
+    def chunk_address_and_count(self, count: int, size: int) -> tuple[int, int]:
         """Return the address and number of `Chunk` of recurrent.cpp, for kernels that read `size` numbers of states.
 
         Raises ValueError unless the chunks have `count` rows and the states these numbers.
@@ -125,11 +125,11 @@ def matrix_mixer_call(
     arguments that do not fit.
     """
     heads, count, skip = shape.num_value_heads, len(rows), weights.skip
-    _check_rows(rows, (count, shape.num_channels + shape.num_values + (2 if skip is None else 1) * heads))
+    _check_rows(rows, (count, shape.num_channels + shape.value_width + (2 if skip is None else 1) * heads))
     for name in ("rate", "rate_bias") if skip is None else ("rate", "rate_bias", "skip"):
         check_tensor(getattr(weights, name), name, (heads,), torch.float32)
-    check_tensor(weights.norm.weight, "norm", (shape.value_dim if skip is None else shape.num_values,), rows.dtype)
-    check_tensor(out, "out", (count, shape.num_values), rows.dtype)
+    check_tensor(weights.norm.weight, "norm", (shape.value_dim if skip is None else shape.value_width,), rows.dtype)
+    check_tensor(out, "out", (count, shape.value_width), rows.dtype)
     return _Matrices(
         convolution=_convolution(weights.convolution, weights.convolution_bias, offset, shape.num_channels),
         rows=rows.data_ptr(),
@@ -158,9 +158,11 @@ def run_matrix_mixer(
     offset: int,
 ) -> Tensor:
     """Return the outputs [T, values] of a call; see `matrix_call`."""
-    out = torch.empty((len(rows), shape.num_values), dtype=rows.dtype)
+    out = torch.empty((len(rows), shape.value_width), dtype=rows.dtype)
     call = matrix_mixer_call(shape, weights, rows, out, offset)
-    kernels.library.headstart_matrices(ctypes.byref(call), *states.chunks(len(rows), offset + shape.state_size))
+    kernels.library.headstart_matrices(
+        ctypes.byref(call), *states.chunk_address_and_count(len(rows), offset + shape.state_size)
+    )
     return out
 
 
@@ -186,7 +188,7 @@ def short_convolution(
     taps, channels = weight.shape
     out = torch.empty((len(rows), channels), dtype=rows.dtype)
     call = short_convolution_call(weight, bias, rows, out, offset)
-    chunks = states.chunks(len(rows), offset + (taps - 1) * channels)
+    chunks = states.chunk_address_and_count(len(rows), offset + (taps - 1) * channels)
     kernels.library.headstart_short_convolution(ctypes.byref(call), *chunks)
     return out
 

@@ -22,7 +22,7 @@ def are_chunks_finite(kernels: KernelLibrary | None, rows: Tensor, indptr: NDArr
     return found.tolist()
 
 
-def row_argmax(kernels: KernelLibrary | None, rows: Tensor) -> tuple[list[int], list[float]]:
+def row_argmax_and_max(kernels: KernelLibrary | None, rows: Tensor) -> tuple[list[int], list[float]]:
     """Return, for each row of `rows` [R, V], the first index of its greatest number, and that number; NaN if any."""
     if kernels is None or not _ours(rows) or rows.dtype not in (torch.bfloat16, torch.float32):
         values, ids = rows.max(dim=-1)

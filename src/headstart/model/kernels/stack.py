@@ -54,7 +54,7 @@ class StackDescriptor(ctypes.Structure):
     )
 
 
-class Tokens(NamedTuple):
+class StepTokens(NamedTuple):
     """The tokens of a step. The tables hold the angles of every position, [positions, 1, 2, rotary_dim / 2]."""
 
     ids: Tensor  # [T] int64
@@ -63,7 +63,7 @@ class Tokens(NamedTuple):
 
 
 @dataclass(slots=True)
-class Ahead:
+class HeadOutputs:
     """Results behind the layers of a stack if all rows are sampled: the logits and a check of hidden states."""
 
     indptr: NDArray[np.int32]  # [R + 1]: the runs of rows that are checked
@@ -94,7 +94,7 @@ class LayerStack:
         self._rotary_dim = max(chain.rotary_dim or 0 for chain in self._chains)
         parts, slots = list[PartDescriptor](), list[int]()
         for run, calls in zip_longest(runs, mixers, fillvalue=()):
-            parts += [PartDescriptor(*chain.links, KernelKind.PRODUCTS) for chain in run]
+            parts += [PartDescriptor(*chain.link_address_and_count, KernelKind.PRODUCTS) for chain in run]
             slots += range(len(parts), len(parts) + len(calls))
             parts += [PartDescriptor(None, number, kind) for kind, number in calls]
         self._parts = (PartDescriptor * len(parts))(*parts)
@@ -120,8 +120,8 @@ class LayerStack:
         scratch: Tensor,
         calls: Sequence[ctypes.Structure],
         *,
-        tokens: Tokens | None = None,
-        ahead: Ahead | None = None,
+        tokens: StepTokens | None = None,
+        ahead: HeadOutputs | None = None,
         layer_bytes: int = 0,
         chunks: tuple[int, int] = (0, 0),
     ) -> None:
@@ -133,7 +133,7 @@ class LayerStack:
         """
         if self._checked is None or self._checked[0] is not buffers or self._checked[1] is not scratch:
             for chain in self._chains:
-                chain.check(buffers, scratch)
+                chain.check_buffers(buffers, scratch)
             self._checked = buffers, scratch
         if len(calls) != len(self._slots):
             raise ValueError(f"{len(calls)} arguments for {len(self._slots)} kernels of mixers")
@@ -161,7 +161,7 @@ class LayerStack:
         if ahead is not None and found is not None:
             ahead.logits, ahead.finite = found[0], list(found[1])
 
-    def _begin(self, stack: StackDescriptor, buffers: ChainBuffers, tokens: Tokens) -> object:
+    def _begin(self, stack: StackDescriptor, buffers: ChainBuffers, tokens: StepTokens) -> object:
         """Let the step begin with tokens. Return memory that must live as long as it."""
         count, num_positions = buffers.count, tokens.tables[0].shape[0]
         if buffers.dtype != torch.bfloat16:
@@ -181,14 +181,16 @@ class LayerStack:
         stack.angles, stack.num_positions = self._rotary_dim, num_positions
         return angles
 
-    def _end(self, stack: StackDescriptor, buffers: ChainBuffers, ahead: Ahead) -> "tuple[Tensor, ctypes.Array[Any]]":
+    def _end(
+        self, stack: StackDescriptor, buffers: ChainBuffers, ahead: HeadOutputs
+    ) -> "tuple[Tensor, ctypes.Array[Any]]":
         """Let the step end with logits [T, vocab] and a flag for each run of `ahead`, which are returned."""
         num_rows = len(ahead.indptr) - 1
         if buffers.dtype != torch.bfloat16 or ahead.indptr.dtype != np.int32 or ahead.indptr[-1] > buffers.count:
             raise ValueError(f"runs {ahead.indptr} of {buffers.count} rows in {buffers.dtype}")
         logits = torch.empty((buffers.count, self._head.widths[1]), dtype=buffers.dtype)
         finite = (ctypes.c_bool * num_rows)()
-        stack.head, stack.num_head_links = self._head.links
+        stack.head, stack.num_head_links = self._head.link_address_and_count
         stack.logits, stack.indptr, stack.num_rows = logits.data_ptr(), ahead.indptr.ctypes.data, num_rows
         stack.finite = ctypes.addressof(finite)
         return logits, finite

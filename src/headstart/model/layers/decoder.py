@@ -13,8 +13,8 @@ from torch import Tensor
 from headstart.allocator import trim_heap
 from headstart.model.attention.base import AttentionFunction
 from headstart.model.kernels.packed import PackedLinear
-from headstart.model.kernels.stack import Ahead
-from headstart.model.layers.dispatch import are_batch_invariant
+from headstart.model.kernels.stack import HeadOutputs
+from headstart.model.layers.dispatch import are_linears_batch_invariant
 from headstart.model.layers.fused import FusedLayers
 from headstart.model.layers.layer_ops import RMSNorm, concatenate_rows
 from headstart.model.layers.linear import PLAIN, Embedding, Linear, Weight, WeightForm, embedding_rows
@@ -32,7 +32,7 @@ class LanguageModel(Protocol):
     weight_bytes: int
     state_size: int  # numbers of a request's recurrent state, in fp32; 0: it has none
 
-    def forward(self, step: StepInputs, attend: AttentionFunction, ahead: Ahead | None = None) -> Tensor:
+    def forward(self, step: StepInputs, attend: AttentionFunction, ahead: HeadOutputs | None = None) -> Tensor:
         """Return the hidden states [T, hidden] of all tokens of a step, as input for `logits`.
 
         KV is written through `attend`. The result is valid until the next step. `ahead` may be filled in: it is given
@@ -87,11 +87,11 @@ class Decoder:
         kernels = form.kernels if head.packed and form.dtype == torch.bfloat16 else None
         self.fused = None if kernels is None else FusedLayers(kernels, config, embedding, layers, head, self.rotary)
 
-    def forward(self, step: StepInputs, attend: AttentionFunction, ahead: Ahead | None = None) -> Tensor:
+    def forward(self, step: StepInputs, attend: AttentionFunction, ahead: HeadOutputs | None = None) -> Tensor:
         """See LanguageModel."""
         if self.fused is not None:
             return self.fused.forward(step, attend, ahead)
-        angles = self.rotary.angles(step.positions)
+        angles = self.rotary.cos_sin(step.positions)
         residual = embedding_rows(self.embedding, step.token_ids)
         for index, layer in enumerate(self.layers):
             attended = self._attention(index, layer, residual, angles, attend)
@@ -107,7 +107,7 @@ class Decoder:
         """Return whether a row's outputs do not depend on the number of rows, by a test of each product of a layer."""
         layer = self.layers[0]
         linears = (layer.qkv, layer.out, layer.gate_up, layer.down, self.head)
-        return self.head.packed != () and are_batch_invariant(linears)
+        return self.head.packed != () and are_linears_batch_invariant(linears)
 
     @property
     def has_plain_weights(self) -> bool:
@@ -198,11 +198,11 @@ class WeightReader:
         self.config, self.checkpoint, self.dtype, self.device, self.form = config, checkpoint, dtype, device, form
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        return self.checkpoint.take(name, shape, self.dtype).to(self.device)
+        return self.checkpoint.load_tensor(name, shape, self.dtype).to(self.device)
 
     def weight(self, name: str, rows: int, columns: int) -> Weight:
         """Return a weight in the blocks of its file if the form keeps them."""
-        packed = self.checkpoint.take_packed(name, (rows, columns)) if self.form.keeps_quantised_blocks else None
+        packed = self.checkpoint.load_packed_tensor(name, (rows, columns)) if self.form.keeps_quantised_blocks else None
         return self.tensor(name, rows, columns) if packed is None else packed
 
     def norm(self, name: str, size: int) -> RMSNorm:

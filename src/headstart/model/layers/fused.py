@@ -15,7 +15,7 @@ from headstart.model.kernels.attention import AttentionCall
 from headstart.model.kernels.chain import ChainBuffers, ChainLink, ChainWorkspace, LinearChain
 from headstart.model.kernels.library import KernelLibrary
 from headstart.model.kernels.packed import RotaryHeads
-from headstart.model.kernels.stack import Ahead, KernelKind, LayerStack, Tokens
+from headstart.model.kernels.stack import HeadOutputs, KernelKind, LayerStack, StepTokens
 from headstart.model.layers.layer_ops import RMSNorm
 from headstart.model.layers.linear import Embedding, Linear, embedding_rows
 from headstart.model.layers.rotary import RotaryEmbedding
@@ -70,25 +70,25 @@ class FusedLayers:
         self._chains = [LinearChain(kernels, links, widths) for links in parts]
         attentions = [[(KernelKind.ATTENTION, layer)] for layer in range(len(layers))]
         runs = [[chain] for chain in self._chains]
-        self._stack = LayerStack(kernels, runs, attentions, embedding, head.chain, stream=STREAM)
+        self._stack = LayerStack(kernels, runs, attentions, embedding, head.as_chain, stream=STREAM)
         self._workspace = ChainWorkspace(self._chains)
         self._prepared: tuple[ChainBuffers, CPUAttention, dict[int | None, AttentionCall]] | None = None
 
-    def forward(self, step: StepInputs, attend: AttentionFunction, ahead: Ahead | None = None) -> Tensor:
+    def forward(self, step: StepInputs, attend: AttentionFunction, ahead: HeadOutputs | None = None) -> Tensor:
         """Return the residual stream [T, hidden] after the last layer; valid until the next step."""
         if not isinstance(attend, CPUAttentionStep):
             return self._forward_by_layer(step, attend)
-        buffers, scratch = self._workspace.of(step.num_tokens)
+        buffers, scratch = self._workspace.buffers_for_rows(step.num_tokens)
         if self._prepared is None or self._prepared[:2] != (buffers, attend.backend):
             self._prepared = buffers, attend.backend, self._prepare(buffers, attend.backend)
-        calls = {window: attend.call(prepared) for window, prepared in self._prepared[2].items()}
+        calls = {window: attend.complete_call(prepared) for window, prepared in self._prepared[2].items()}
         self._stack(
             buffers,
             scratch,
             [calls[window] for window in self._windows],
-            tokens=Tokens(step.token_ids, step.positions, self._rotary.tables(step.end)),
+            tokens=StepTokens(step.token_ids, step.positions, self._rotary.tables(step.end)),
             ahead=ahead,
-            layer_bytes=attend.layer_bytes,
+            layer_bytes=attend.layer_stride_bytes,
         )
         return buffers[STREAM]
 
@@ -97,14 +97,14 @@ class FusedLayers:
         heads = self._heads(buffers)
         out = buffers[ATTENDED].view(heads[0].shape)
         return {
-            window: backend.prepare(0, *heads, out, scale=self._scale, window=window)
+            window: backend.prepare_call(0, *heads, out, scale=self._scale, window=window)
             for window in dict.fromkeys(self._windows)
         }
 
     def _forward_by_layer(self, step: StepInputs, attend: AttentionFunction) -> Tensor:
         """Do the same as `forward` for any attention, with one call per chain."""
-        angles = self._rotary.angles(step.positions)
-        buffers, scratch = self._workspace.of(step.num_tokens)
+        angles = self._rotary.cos_sin(step.positions)
+        buffers, scratch = self._workspace.buffers_for_rows(step.num_tokens)
         buffers[STREAM].copy_(embedding_rows(self._embedding, step.token_ids))
         queries, keys, values = self._heads(buffers)
         for index, window in enumerate(self._windows):
@@ -129,12 +129,12 @@ class FusedLayers:
             query_norm=None if norms[0] is None else norms[0].packed,
             key_norm=None if norms[1] is None else norms[1].packed,
         )
-        return layer.qkv.links(STREAM, HEADS, rotary=rotary)
+        return layer.qkv.chain_links(STREAM, HEADS, rotary=rotary)
 
 
 def _after(layer: FusableLayer) -> list[ChainLink]:
     return [
-        *layer.out.links(ATTENDED, STREAM, residual=STREAM),
-        *layer.gate_up.links(STREAM, GATED),
-        *layer.down.links(GATED, STREAM, residual=STREAM),
+        *layer.out.chain_links(ATTENDED, STREAM, residual=STREAM),
+        *layer.gate_up.chain_links(STREAM, GATED),
+        *layer.down.chain_links(GATED, STREAM, residual=STREAM),
     ]

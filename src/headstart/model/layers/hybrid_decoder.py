@@ -22,8 +22,8 @@ from headstart.model.kernels.chain import MAX_LINKS, ChainBuffers, ChainLink, Ch
 from headstart.model.kernels.library import KernelLibrary
 from headstart.model.kernels.packed import PackedLinear, RotaryHeads
 from headstart.model.kernels.recurrence import StepRecurrentStates, apply_sigmoid_gate, sigmoid_gate_call
-from headstart.model.kernels.stack import Ahead, KernelKind, LayerStack, Tokens
-from headstart.model.layers.dispatch import are_batch_invariant
+from headstart.model.kernels.stack import HeadOutputs, KernelKind, LayerStack, StepTokens
+from headstart.model.layers.dispatch import are_linears_batch_invariant
 from headstart.model.layers.layer_ops import RMSNorm
 from headstart.model.layers.linear import Embedding, Linear, WeightForm, embedding_rows
 from headstart.model.layers.recurrent import TokenMixer, sigmoid
@@ -36,7 +36,7 @@ from headstart.model.weights.model_config import ModelConfig
 class AttentionWeights:
     """The weights of an attention layer; with `gated` each query head has a gate of its size for its output."""
 
-    inner: Linear  # norm, then queries, keys, values and, if it is gated, gates
+    input_projection: Linear  # norm, then queries, keys, values and, if it is gated, gates
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
     out: Linear
@@ -44,7 +44,7 @@ class AttentionWeights:
     rotary: RotaryHeads | None  # in bf16 on kernels: norms of heads and rotary embedding, done behind `inner`
 
     @property
-    def kinds(self) -> list[KernelKind]:
+    def kernel_kinds(self) -> list[KernelKind]:
         """Its kernels."""
         return [KernelKind.ATTENTION, KernelKind.GATE] if self.gated else [KernelKind.ATTENTION]
 
@@ -58,14 +58,14 @@ class HybridWeights:
     down: Linear
 
     @property
-    def kinds(self) -> list[KernelKind]:
+    def kernel_kinds(self) -> list[KernelKind]:
         """The kernels of the mixer."""
-        return self.mixer.kinds if isinstance(self.mixer, AttentionWeights) else [self.mixer.kind]
+        return self.mixer.kernel_kinds if isinstance(self.mixer, AttentionWeights) else [self.mixer.kernel_kind]
 
     @property
     def linear_weights(self) -> tuple[Linear, ...]:
         """The products of the layer."""
-        return (self.mixer.inner, self.mixer.out, self.gate_up, self.down)
+        return (self.mixer.input_projection, self.mixer.out, self.gate_up, self.down)
 
 
 class _Products:
@@ -88,34 +88,46 @@ class _Products:
         runs = [list[list[ChainLink]]() for _ in range(len(layers) + 1)]
         for index, (layer, (inner, mixed)) in enumerate(zip(layers, self._ends, strict=True)):
             rotary = layer.mixer.rotary if isinstance(layer.mixer, AttentionWeights) else None
-            runs[index].append(layer.mixer.inner.links(0, inner, rotary=rotary))
+            runs[index].append(layer.mixer.input_projection.chain_links(0, inner, rotary=rotary))
             runs[index + 1] += [
-                layer.mixer.out.links(mixed, 0, residual=0),
-                layer.gate_up.links(0, 1),
-                layer.down.links(1, 0, residual=0),
+                layer.mixer.out.chain_links(mixed, 0, residual=0),
+                layer.gate_up.chain_links(0, 1),
+                layer.down.chain_links(1, 0, residual=0),
             ]
         self._chains = [[LinearChain(kernels, links, widths) for links in _joined(run)] for run in runs]
         self._workspace = ChainWorkspace([chain for run in self._chains for chain in run])
         self._config, self._layers, (self._places, self._state_size) = config, layers, _places(layers)
-        mixers = [[(kind, place) for kind in layer.kinds] for layer, place in zip(layers, self._places, strict=True)]
-        self._stack = LayerStack(kernels, self._chains, mixers, embedding, head.chain, stream=0, scale=_scale(config))
+        mixers = [
+            [(kind, place) for kind in layer.kernel_kinds] for layer, place in zip(layers, self._places, strict=True)
+        ]
+        self._stack = LayerStack(
+            kernels, self._chains, mixers, embedding, head.as_chain, stream=0, scale=_scale(config)
+        )
         self._prepared: tuple[ChainBuffers, CPUAttention, list[_Call], dict[_Ends, AttentionCall]] | None = None
 
     def forward_at_once(
-        self, given: Tokens | Tensor, states: StepRecurrentStates, attend: CPUAttentionStep, ahead: Ahead | None
+        self,
+        given: StepTokens | Tensor,
+        states: StepRecurrentStates,
+        attend: CPUAttentionStep,
+        ahead: HeadOutputs | None,
     ) -> Tensor:
         """Return the residual stream behind all layers, in one call; `given`: tokens, or the stream before them."""
-        tokens, residual = (given, None) if isinstance(given, Tokens) else (None, given)
-        buffers, scratch = self._workspace.of(given[0].shape[0] if residual is None else residual.shape[0])
+        tokens, residual = (given, None) if isinstance(given, StepTokens) else (None, given)
+        buffers, scratch = self._workspace.buffers_for_rows(
+            given[0].shape[0] if residual is None else residual.shape[0]
+        )
         if residual is not None:
             buffers[0].copy_(residual)
         if self._prepared is None or self._prepared[:2] != (buffers, attend.backend):
             self._prepared = buffers, attend.backend, *self._prepare(buffers, attend.backend)
         _, _, prepared, attentions = self._prepared
-        planned = {ends: attend.call(attention) for ends, attention in attentions.items()}
+        planned = {ends: attend.complete_call(attention) for ends, attention in attentions.items()}
         calls = [planned[call] if isinstance(call, tuple) else call for call in prepared]
-        chunks = states.chunks(buffers.count, self._state_size)
-        self._stack(buffers, scratch, calls, tokens=tokens, ahead=ahead, layer_bytes=attend.layer_bytes, chunks=chunks)
+        chunks = states.chunk_address_and_count(buffers.count, self._state_size)
+        self._stack(
+            buffers, scratch, calls, tokens=tokens, ahead=ahead, layer_bytes=attend.layer_stride_bytes, chunks=chunks
+        )
         return buffers[0]
 
     def _prepare(
@@ -126,16 +138,16 @@ class _Products:
         for layer, place, ends in zip(self._layers, self._places, self._ends, strict=True):
             inner, mixed = (buffers[end] for end in ends)
             if not isinstance(layer.mixer, AttentionWeights):
-                calls.append(layer.mixer.call(inner, mixed, place))
+                calls.append(layer.mixer.kernel_call(inner, mixed, place))
                 continue
             queries, keys, values, gates = _split(self._config, layer.mixer, inner)
-            attentions[ends] = backend.prepare(0, queries, keys, values, mixed.view(queries.shape), scale=scale)
+            attentions[ends] = backend.prepare_call(0, queries, keys, values, mixed.view(queries.shape), scale=scale)
             calls += [ends] if gates is None else [ends, sigmoid_gate_call(mixed, gates)]
         return calls, attentions
 
     def forward(self, residual: Tensor, angles: tuple[Tensor, Tensor], mix: "Mix") -> Tensor:
         """Do the same, but `mix` is called for each layer between its products."""
-        buffers, scratch = self._workspace.of(len(residual))
+        buffers, scratch = self._workspace.buffers_for_rows(len(residual))
         buffers[0].copy_(residual)
         for index, chains in enumerate(self._chains):
             for chain in chains:
@@ -187,7 +199,7 @@ def _split(config: ModelConfig, layer: AttentionWeights, rows: Tensor) -> tuple[
 
 def _ends(layer: HybridWeights) -> tuple[int, int]:
     """Return the widths of the rows that a mixer takes and gives."""
-    return layer.mixer.inner.out_features, layer.mixer.out.packed[0].in_features
+    return layer.mixer.input_projection.out_features, layer.mixer.out.packed[0].in_features
 
 
 def _joined(run: list[list[ChainLink]]) -> list[list[ChainLink]]:
@@ -228,13 +240,13 @@ class HybridDecoder:
         linears = [linear for layer in layers for linear in layer.linear_weights] + ([] if tied else [head])
         self.weight_bytes = embedding.nbytes + sum(linear.weight_bytes for linear in linears)
 
-    def forward(self, step: StepInputs, attend: AttentionFunction, ahead: Ahead | None = None) -> Tensor:
+    def forward(self, step: StepInputs, attend: AttentionFunction, ahead: HeadOutputs | None = None) -> Tensor:
         """See LanguageModel."""
         assert step.states is not None, "a hybrid model needs the states of its requests"
         tables, states = self.rotary.tables(step.end), StepRecurrentStates(step.states)
         if self._products is not None and self._is_one_call and isinstance(attend, CPUAttentionStep):
             is_bf16 = self.rotary.dtype == torch.bfloat16
-            given = Tokens(step.token_ids, step.positions, tables) if is_bf16 else self._embedded(step.token_ids)
+            given = StepTokens(step.token_ids, step.positions, tables) if is_bf16 else self._embedded(step.token_ids)
             hidden = self._products.forward_at_once(given, states, attend, ahead if is_bf16 else None)
             if ahead is not None and ahead.logits is not None:
                 ahead.logits = self._divided(ahead.logits)
@@ -250,7 +262,7 @@ class HybridDecoder:
         if self._products is not None:
             return self._products.forward(residual, angles, mix)
         for index, layer in enumerate(self.layers):
-            residual = layer.mixer.out(mix(index, layer.mixer.inner(residual)), residual)
+            residual = layer.mixer.out(mix(index, layer.mixer.input_projection(residual)), residual)
             residual = layer.down(layer.gate_up(residual), residual)
         return residual
 
@@ -262,7 +274,7 @@ class HybridDecoder:
         """Return whether a row's outputs do not depend on the number of rows, by a test of each kind of layer."""
         kinds = {type(layer.mixer): layer for layer in self.layers}
         linears = [linear for layer in kinds.values() for linear in layer.linear_weights]
-        return self.head.packed != () and are_batch_invariant((*linears, self.head))
+        return self.head.packed != () and are_linears_batch_invariant((*linears, self.head))
 
     def _divided(self, logits: Tensor) -> Tensor:
         divisor = self.hybrid.logits_divisor

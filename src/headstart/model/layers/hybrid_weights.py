@@ -85,8 +85,8 @@ class _HybridReader(WeightReader):
 
     def norm(self, name: str, size: int) -> RMSNorm:
         """Return a norm; folders of Qwen3.5 store the weight less 1."""
-        weight = self.checkpoint.take(name, (size,), torch.float32)
-        if self.hybrid.family == "qwen3_5_text" and not self.checkpoint.are_applied:
+        weight = self.checkpoint.load_tensor(name, (size,), torch.float32)
+        if self.hybrid.family == "qwen3_5_text" and not self.checkpoint.stores_transformed_weights:
             weight += 1.0
         epsilon = self.config.rms_norm_eps / self.hybrid.residual_scale**2
         return RMSNorm(weight.to(self.dtype).to(self.device), epsilon)
@@ -156,7 +156,7 @@ class _HybridReader(WeightReader):
         assert shape is not None
         heads = shape.num_value_heads
         rate = self._wide(f"{name}.A_log", heads)
-        parts = (("qkv", shape.num_channels), ("z", shape.num_values), ("b", heads), ("a", heads))
+        parts = (("qkv", shape.num_channels), ("z", shape.value_width), ("b", heads), ("a", heads))
         return MatrixMixer(
             shape,
             self.linear(
@@ -164,11 +164,11 @@ class _HybridReader(WeightReader):
             ),
             MixerWeights(
                 self._wide(f"{name}.conv1d.weight", shape.num_channels, 1, shape.conv_size)[:, 0].T.contiguous(),
-                rate if self.checkpoint.are_applied else -rate.exp(),
+                rate if self.checkpoint.stores_transformed_weights else -rate.exp(),
                 self._wide(f"{name}.dt_bias", heads),
                 PackedNorm(self.tensor(f"{name}.norm.weight", shape.value_dim), config.rms_norm_eps),
             ),
-            self.linear([(f"{name}.out_proj", config.hidden_size)], shape.num_values, bias=False),
+            self.linear([(f"{name}.out_proj", config.hidden_size)], shape.value_width, bias=False),
             self.form.kernels,
         )
 
@@ -176,9 +176,9 @@ class _HybridReader(WeightReader):
         hybrid, shape = self.hybrid, self.hybrid.matrix
         assert shape is not None
         hidden, heads = self.config.hidden_size, shape.num_value_heads
-        values, channels = shape.num_values, shape.num_channels
+        values, channels = shape.value_width, shape.num_channels
         # Stored as gate, x, B, C, rate; here C, B and x are queries, keys and values, as in a delta net.
-        order = np.concatenate(np.split(np.arange(channels), (values, values + shape.num_keys))[::-1])
+        order = np.concatenate(np.split(np.arange(channels), (values, values + shape.key_width))[::-1])
         gate, rate = np.arange(values), np.arange(values + channels, values + channels + heads)
         rows = np.concatenate((values + order, gate, rate))
         inner = _rows(self.weight(f"{name}.in_proj.weight", len(rows), hidden), rows)
@@ -211,7 +211,7 @@ class _HybridReader(WeightReader):
 
     def _wide(self, name: str, *shape: int) -> Tensor:
         """Return a tensor in fp32: what states are computed from is not rounded."""
-        return self.checkpoint.take(name, shape, torch.float32).to(self.device)
+        return self.checkpoint.load_tensor(name, shape, torch.float32).to(self.device)
 
 
 def _rows(weight: Weight, order: np.ndarray) -> Weight:

@@ -89,8 +89,8 @@ class Linear:
             self.packed = _packed(form, parts, bias, norm, gated=gated)
             self.weight_bytes = sum(part.nbytes for part in self.packed)
             widths = (self.packed[0].in_features, self.out_features, self.out_features)
-            self._alone = LinearChain(form.kernels, self.links(0, 1), widths[:2])
-            self._onto = LinearChain(form.kernels, self.links(0, 1, residual=2), widths)
+            self._alone = LinearChain(form.kernels, self.chain_links(0, 1), widths[:2])
+            self._onto = LinearChain(form.kernels, self.chain_links(0, 1, residual=2), widths)
             return
         whole = concatenate_rows([_plain(part, form) for part in parts])
         if form.quantization != "none" and not any(isinstance(part, PackedTensor) for part in parts):
@@ -100,7 +100,7 @@ class Linear:
         self.weight = None if can_pack_weight(whole) else whole
         self.weight_bytes = whole.nbytes + (0 if bias is None else bias.nbytes)
 
-    def links(
+    def chain_links(
         self, source: int, target: int, *, residual: int | None = None, rotary: RotaryHeads | None = None
     ) -> list[ChainLink]:
         """Return the product as links of a chain, which rotates the heads after the last of them."""
@@ -113,7 +113,7 @@ class Linear:
         return found
 
     @property
-    def chain(self) -> LinearChain:
+    def as_chain(self) -> LinearChain:
         """The product of packed weights alone, from buffer 0 to buffer 1."""
         return self._alone
 
@@ -123,10 +123,10 @@ class Linear:
             chain = self._alone if residual is None else self._onto
             buffers = ChainBuffers(len(rows), chain.widths, chain.dtype)
             buffers[0] = rows
-            buffers.fill(1)
+            buffers.allocate(1)
             if residual is not None:
                 buffers[2] = residual
-            chain(buffers, chain.scratch(len(rows)))
+            chain(buffers, chain.allocate_scratch(len(rows)))
             return buffers[1]
         assert self._product is not None
         out = self._product(rows if self.norm is None else self.norm(rows))

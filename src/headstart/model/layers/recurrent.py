@@ -34,7 +34,7 @@ class TokenMixer(Protocol):
     """A layer's way to mix the tokens of a request, other than attention."""
 
     @property
-    def kind(self) -> KernelKind:
+    def kernel_kind(self) -> KernelKind:
         """Its kernel."""
         ...
 
@@ -44,7 +44,7 @@ class TokenMixer(Protocol):
         ...
 
     @property
-    def inner(self) -> Linear: ...
+    def input_projection(self) -> Linear: ...
     @property
     def out(self) -> Linear: ...
 
@@ -55,7 +55,7 @@ class TokenMixer(Protocol):
         """
         ...
 
-    def call(self, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
+    def kernel_call(self, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
         """Return the argument with which its kernel does the same for the chunks of a step, and writes to `out`."""
         ...
 
@@ -64,14 +64,14 @@ class TokenMixer(Protocol):
 class ShortConvolution:
     """A gated causal convolution over the last tokens, per channel: C * conv(B * x)."""
 
-    inner: Linear  # norm, then B, C and x
+    input_projection: Linear  # norm, then B, C and x
     weight: Tensor  # [conv_size, hidden], fp32, the oldest token first
     bias: Tensor | None  # [hidden], fp32
     out: Linear
     kernels: KernelLibrary | None
 
     @property
-    def kind(self) -> KernelKind:
+    def kernel_kind(self) -> KernelKind:
         return KernelKind.SHORT_CONVOLUTION
 
     @property
@@ -83,7 +83,7 @@ class ShortConvolution:
             return convolve_in_torch(self.weight, self.bias, rows, states, offset)
         return short_convolution(self.kernels, self.weight, self.bias, rows, states, offset)
 
-    def call(self, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
+    def kernel_call(self, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
         return short_convolution_call(self.weight, self.bias, rows, out, offset)
 
 
@@ -96,13 +96,15 @@ class MatrixMixer:
     """
 
     shape: MixerShape
-    inner: Linear  # norm, then queries, keys and values together, gate, strength (b, of a delta net), rate (a)
+    input_projection: (
+        Linear  # norm, then queries, keys and values together, gate, strength (b, of a delta net), rate (a)
+    )
     weights: MixerWeights
     out: Linear
     kernels: KernelLibrary | None
 
     @property
-    def kind(self) -> KernelKind:
+    def kernel_kind(self) -> KernelKind:
         return KernelKind.MATRICES
 
     @property
@@ -115,7 +117,7 @@ class MatrixMixer:
         twin = delta_net_in_torch if self.weights.skip is None else mamba_in_torch
         return twin(self.shape, self.weights, rows, states, offset)
 
-    def call(self, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
+    def kernel_call(self, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
         return matrix_mixer_call(self.shape, self.weights, rows, out, offset)
 
 
@@ -135,7 +137,7 @@ def delta_net_in_torch(
 ) -> Tensor:
     """Do the same as `run_matrix_mixer` for a delta net, but leave `rows` as they are."""
     num_rows, heads = len(rows), shape.num_value_heads
-    sizes = (shape.num_channels, shape.num_values, heads, heads)
+    sizes = (shape.num_channels, shape.value_width, heads, heads)
     mixed, gate, beta, rate = rows.split(sizes, dim=-1)
     queries, keys, values = _mixed(shape, weights, mixed, states, offset)
     queries, keys = _unit(shape, queries) * shape.key_dim**-0.5, _unit(shape, keys)
@@ -155,7 +157,7 @@ def mamba_in_torch(
 ) -> Tensor:
     """Do the same as `run_matrix_mixer` for Mamba-2, but leave `rows` as they are."""
     num_rows, heads, groups = len(rows), shape.num_value_heads, shape.num_key_heads
-    mixed, gate, rate = rows.split((shape.num_channels, shape.num_values, heads), dim=-1)
+    mixed, gate, rate = rows.split((shape.num_channels, shape.value_width, heads), dim=-1)
     queries, keys, values = _mixed(shape, weights, mixed, states, offset)
     queries, keys = (
         part.reshape(num_rows, groups, 1, shape.key_dim).repeat_interleave(heads // groups, dim=1)
@@ -181,7 +183,7 @@ def _mixed(
         convolved += weights.convolution_bias
     convolved = convolved.to(inputs.dtype).float()
     mixed = (convolved * sigmoid(convolved)).to(inputs.dtype).float()
-    queries, keys, values = mixed.split((shape.num_keys, shape.num_keys, shape.num_values), dim=-1)
+    queries, keys, values = mixed.split((shape.key_width, shape.key_width, shape.value_width), dim=-1)
     return queries, keys, values
 
 

@@ -19,7 +19,7 @@ from headstart.model.weights.config_bounds import (
     MAX_THETA,
     MIN_ROPE_FACTOR,
     MIN_THETA,
-    check_finite,
+    check_number,
 )
 from headstart.model.weights.json_file import one_line_error, shorten_text
 
@@ -65,14 +65,14 @@ def read_rope(config: dict[str, Any], head_dim: int) -> RopeConfig:
     original = config.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
     parameters["original_max_position_embeddings"] = original or positions
     partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    rotary_dim = int(head_dim * check_finite(partial, "partial_rotary_factor", above=0.0))
+    rotary_dim = int(head_dim * check_number(partial, "partial_rotary_factor", above=0.0))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ConfigError(f"{rotary_dim} of {head_dim} dimensions of a head are rotated; it must be an even part")
     _require(kind, parameters, rotary_dim)
     theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
     rope = RopeConfig(
         kind=kind,
-        theta=check_finite(theta, "rope_theta", at_least=MIN_THETA, at_most=MAX_THETA),
+        theta=check_number(theta, "rope_theta", at_least=MIN_THETA, at_most=MAX_THETA),
         rotary_dim=rotary_dim,
         max_positions=_max_positions(kind, parameters, positions),
         config_positions=positions,
@@ -107,9 +107,9 @@ class RotaryEmbedding:
         self.frequencies = frequencies.to(device)
         self.rotary_dim = rope.rotary_dim
         self.dtype = dtype
-        self._tables = self.angles(torch.zeros(0, dtype=torch.int64, device=device))
+        self._tables = self.cos_sin(torch.zeros(0, dtype=torch.int64, device=device))
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosine and sine for `apply`, [T, 1, 2, rotary_dim / 2] each; the sine's first half is negated."""
         angle = positions[:, None].float() * self.frequencies
         cosine = (angle.cos() * self.factor).to(self.dtype)
@@ -120,7 +120,7 @@ class RotaryEmbedding:
         """Return the angles of positions 0 to at least `end`, exclusive. Cached, grown on demand."""
         if end > self._tables[0].shape[0]:
             size = max(_LEAST_POSITIONS, 1 << (end - 1).bit_length())
-            self._tables = self.angles(torch.arange(size, device=self.frequencies.device))
+            self._tables = self.cos_sin(torch.arange(size, device=self.frequencies.device))
         return self._tables
 
     def apply(self, heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
@@ -145,15 +145,15 @@ def _require(kind: str, parameters: dict[str, Any], rotary_dim: int) -> None:
         raise ConfigError(f"rope type {kind!r} needs {', '.join(missing)}, which config.json does not give")
     for key in _NUMBERS:
         if parameters.get(key) is not None and kind != "default":
-            check_finite(parameters[key], key, at_least=0.0, at_most=_LIMITS.get(key, MAX_ROPE_FACTOR))
+            check_number(parameters[key], key, at_least=0.0, at_most=_LIMITS.get(key, MAX_ROPE_FACTOR))
     if parameters.get("factor") is not None and kind != "default":
-        check_finite(parameters["factor"], "factor", at_least=MIN_ROPE_FACTOR)
+        check_number(parameters["factor"], "factor", at_least=MIN_ROPE_FACTOR)
     for key in ("short_factor", "long_factor") if kind == "longrope" else ():
         factors = parameters[key]
         if not isinstance(factors, list) or len(factors) != rotary_dim // 2:
             raise ConfigError(f"config.json: {key} is not a list of {rotary_dim // 2} numbers")
         for factor in factors:
-            check_finite(factor, key, at_least=MIN_ROPE_FACTOR, at_most=MAX_ROPE_FACTOR)
+            check_number(factor, key, at_least=MIN_ROPE_FACTOR, at_most=MAX_ROPE_FACTOR)
 
 
 def _refuse_infinite(rope: RopeConfig) -> None:

@@ -24,7 +24,7 @@ from headstart.core.batch import Chunk, RowError, RowErrorKind, RowResult, Token
 from headstart.core.request import SamplingParams
 from headstart.model.grammar.grammar_rows import GrammarRows
 from headstart.model.kernels.library import KernelLibrary
-from headstart.model.kernels.rows import row_argmax
+from headstart.model.kernels.rows import row_argmax_and_max
 from headstart.model.kernels.sampling import RowSampler, RowSamplingParams
 from headstart.model.sampling.draw import draw_tokens, select_rows
 from headstart.model.sampling.logit_edits import LogitEdits, first_allowed_token, num_output_tokens
@@ -80,17 +80,19 @@ class Sampler:
 
     def _sample_constrained(self, grammars: GrammarRows, logits: Tensor, chunks: Sequence[Chunk]) -> list[RowResult]:
         """Sample rows of which some have a grammar. A grammar that exceeds its limits fails its own row."""
-        errors = grammars.begin(chunks)
+        errors = grammars.compute_masks(chunks)
         rows = self._sample(logits, chunks)
         for index, (chunk, row) in enumerate(zip(chunks, rows, strict=True)):
             if chunk.sampling.grammar is not None:
-                rows[index] = accept_sampled_row(grammars, chunk, row, errors.get(index))
+                rows[index] = advance_row_grammar(grammars, chunk, row, errors.get(index))
         return rows
 
     def _sample(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[RowResult]:
         if self._rows is not None and self._rows.can_read(logits) and any(map(self.needs_more_than_argmax, chunks)):
             return self._sample_fused(self._rows, logits, chunks)
-        chosen, best = row_argmax(self._kernels, logits)  # NaN propagates, so `best` is enough to find invalid rows
+        chosen, best = row_argmax_and_max(
+            self._kernels, logits
+        )  # NaN propagates, so `best` is enough to find invalid rows
         errors = [None if isfinite(value) else NOT_FINITE for value in best]
         edited = [i for i, chunk in enumerate(chunks) if not errors[i] and self.edits.needs_edit(chunk)]
         drawn = [i for i, chunk in enumerate(chunks) if not errors[i] and not is_greedy(chunk.sampling)]
@@ -205,7 +207,7 @@ class Sampler:
             failed = self.edits.apply(work, {where[i]: chunks[i] for i in edited})
             for at, message in failed.items():
                 errors[rows[at]] = RowError(RowErrorKind.REQUEST, message)
-            tokens, values = row_argmax(self._kernels, work)
+            tokens, values = row_argmax_and_max(self._kernels, work)
             for row, token in zip(rows, tokens, strict=True):
                 chosen[row] = token
             for row in [row for row, value in zip(rows, values, strict=True) if value == -inf and not errors[row]]:
@@ -226,7 +228,7 @@ class Sampler:
         work.copy_(logits)
         unbanned = chunk._replace(sampling=replace(chunk.sampling, min_tokens=0))
         self.edits.apply(work[None], {0: unbanned})
-        tokens, values = row_argmax(self._kernels, work[None])
+        tokens, values = row_argmax_and_max(self._kernels, work[None])
         allowed = None if self._grammars is None else self._grammars.allowed(chunk)
         if values[0] == -inf and allowed is not None:  # the model's own logits are -inf wherever a token is allowed
             work[first_allowed_token(allowed)] = 0.0
@@ -242,7 +244,7 @@ class Sampler:
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def accept_sampled_row(grammars: GrammarRows, chunk: Chunk, row: RowResult, problem: str | None = None) -> RowResult:
+def advance_row_grammar(grammars: GrammarRows, chunk: Chunk, row: RowResult, problem: str | None = None) -> RowResult:
     """Advance the grammar of a sampled row; return the row with the tokens that the grammar forces after it.
 
     `problem` is what computing the mask has reported.

@@ -37,7 +37,7 @@ class VerifiedChunk:
             return self.chunk
         return self.chunk._replace(history=self.chunk.history + array("i", self.token_ids))
 
-    def add(self, row: RowResult) -> bool:
+    def add_row(self, row: RowResult) -> bool:
         """Add the sampled row; return whether the position behind it can be sampled.
 
         An error behind the first position is left out: it comes again in the next step, without the tokens before it.
@@ -52,7 +52,7 @@ class VerifiedChunk:
             return False
         return drafts[:found].tolist() == self.token_ids
 
-    def row(self) -> RowResult:
+    def result(self) -> RowResult:
         return self.error or RowResult(tuple(self.token_ids), tuple(self.logprobs))
 
 
@@ -79,8 +79,8 @@ def verify_drafts(
             select_rows(logits, [one.first + len(one.token_ids) for one in pending]),
             [o.extended_chunk() for o in pending],
         )
-        pending = [one for one, row in zip(pending, rows, strict=True) if one.add(row)]
-    return [one.row() for one in verified]
+        pending = [one for one, row in zip(pending, rows, strict=True) if one.add_row(row)]
+    return [one.result() for one in verified]
 
 
 def _sample_greedy(sample: Sample, logits: Tensor, verified: list[VerifiedChunk]) -> None:
@@ -90,5 +90,5 @@ def _sample_greedy(sample: Sample, logits: Tensor, verified: list[VerifiedChunk]
     for one in verified:
         own = [next(rows) for _ in range(one.chunk.num_logits)]
         for row in own:
-            if not one.add(row):
+            if not one.add_row(row):
                 break

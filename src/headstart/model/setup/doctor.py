@@ -21,7 +21,7 @@ from headstart.model.attention.base import LEAST_CAPABILITY, resolve_backend
 from headstart.model.kernels.library import NEEDED, find_kernels, request_amx_tiles
 from headstart.model.layers.linear import can_pack_weight
 from headstart.model.setup.cgroup import SYSTEM, cpu_quota
-from headstart.model.setup.sizes import GPU_UTILIZATION, MemorySize, format_bytes
+from headstart.model.setup.sizes import GPU_UTILIZATION, MemoryInfo, format_bytes
 from headstart.model.setup.sizing import GPU_CONTEXT_BYTES, KV_SHARE, device_memory, gpu_budget
 from headstart.model.setup.threads import SPIN_COUNT, available_cores
 
@@ -72,8 +72,8 @@ class GpuInfo:
     free: int | None
 
     @property
-    def memory(self) -> MemorySize:
-        return MemorySize(self.total, self.free or 0, "GPU")
+    def memory(self) -> MemoryInfo:
+        return MemoryInfo(self.total, self.free or 0, "GPU")
 
 
 def make_doctor_report(threads: int = 0, *, root: Path = SYSTEM, gpus: Sequence[GpuInfo] | None = None) -> DoctorReport:

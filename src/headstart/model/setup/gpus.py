@@ -42,7 +42,7 @@ def visible_gpu_names(device: str, count: int, visible: str | None) -> tuple[str
     return names[int(index) : int(index) + 1] if index else names
 
 
-def check_gpus(replicas: int, gpus: Sequence[str], utilization: float | None) -> None:
+def check_gpu_sharing(replicas: int, gpus: Sequence[str], utilization: float | None) -> None:
     """Raise ConfigError if replicas would share a GPU, unless `utilization` is given and fits as often as needed."""
     on_one = -(-replicas // max(len(gpus), 1))
     if not gpus or on_one == 1 or (utilization is not None and on_one * utilization <= 1):

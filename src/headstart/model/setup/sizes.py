@@ -14,7 +14,7 @@ GPU_UTILIZATION = 0.9  # of a GPU's memory, for one process
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-class MemorySize(NamedTuple):
+class MemoryInfo(NamedTuple):
     """Bytes this process may use in total (`limit`), and the part that is still free (`available`)."""
 
     limit: int
@@ -22,16 +22,16 @@ class MemorySize(NamedTuple):
     source: str  # origin of the limit, for messages
 
 
-def cpu_memory(root: Path = SYSTEM) -> MemorySize:
+def cpu_memory(root: Path = SYSTEM) -> MemoryInfo:
     """Return the memory of the CPU: the lowest of all cgroup limits, `ulimit -v`, and the machine's memory."""
     total, available = _machine_memory(root)
-    found = [MemorySize(total, available, "machine")]
+    found = [MemoryInfo(total, available, "machine")]
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if address_space != resource.RLIM_INFINITY:
-        found.append(MemorySize(address_space, address_space - psutil.Process().memory_info().vms, "ulimit -v"))
-    found += [MemorySize(grant.limit, grant.limit - grant.used, "cgroup") for grant in cgroup_memory_limits(root)]
+        found.append(MemoryInfo(address_space, address_space - psutil.Process().memory_info().vms, "ulimit -v"))
+    found += [MemoryInfo(grant.limit, grant.limit - grant.used, "cgroup") for grant in cgroup_memory_limits(root)]
     tightest = min(found, key=lambda m: m.available)
-    return MemorySize(min(m.limit for m in found), max(tightest.available, 0), tightest.source)
+    return MemoryInfo(min(m.limit for m in found), max(tightest.available, 0), tightest.source)
 
 
 def parse_bytes(text: str | int) -> int:

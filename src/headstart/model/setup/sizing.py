@@ -17,7 +17,7 @@ import torch
 
 from headstart.core.errors import ConfigError
 from headstart.model.setup.cgroup import SYSTEM
-from headstart.model.setup.sizes import GPU_UTILIZATION, MemorySize, cpu_memory, format_bytes, parse_bytes
+from headstart.model.setup.sizes import GPU_UTILIZATION, MemoryInfo, cpu_memory, format_bytes, parse_bytes
 from headstart.model.weights.checkpoint import ModelCheckpoint
 from headstart.model.weights.gguf.block_formats import FORMATS
 
@@ -41,12 +41,12 @@ class KVPoolPlan(NamedTuple):
     text: str
 
 
-def device_memory(device: str = "cpu", root: Path = SYSTEM) -> MemorySize:
+def device_memory(device: str = "cpu", root: Path = SYSTEM) -> MemoryInfo:
     """Return the memory of `device`: a GPU's own, or for the CPU the lowest of all cgroup limits and the machine's."""
     if device.startswith("cuda"):
         torch.cuda.empty_cache()  # what an earlier engine of this process has left
         free, total = torch.cuda.mem_get_info(torch.device(device))
-        return MemorySize(total, free, "GPU")
+        return MemoryInfo(total, free, "GPU")
     return cpu_memory(root)
 
 
@@ -65,7 +65,7 @@ def measure_gpu_peak(run: Callable[[], object], device: str) -> int:
 
 
 def gpu_budget(
-    found: MemorySize, utilization: float | None = None, *, limit: int | None = None, is_sized: bool = False
+    found: MemoryInfo, utilization: float | None = None, *, limit: int | None = None, is_sized: bool = False
 ) -> int:
     """Return the bytes for weights, buffers and KV pool on a GPU: its share of the total, less the process's context.
 
@@ -92,7 +92,7 @@ def gpu_budget(
 
 
 @contextmanager
-def refuse_out_of_memory(doing: str, remedy: str, found: MemorySize | None = None) -> Generator[None]:
+def explain_out_of_memory(doing: str, remedy: str, found: MemoryInfo | None = None) -> Generator[None]:
     """Raise ConfigError in place of torch's error that a GPU has no memory left; `found` was there at the start."""
     try:
         yield
@@ -113,7 +113,7 @@ def apply_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def checkpoint_bytes(folder: Path, *, dtype: str = "auto", quantization: str = "none", blocks: bool = False) -> int:
+def loaded_weight_bytes(folder: Path, *, dtype: str = "auto", quantization: str = "none", blocks: bool = False) -> int:
     """Return the bytes of the weights of a model once loaded as `dtype` ("auto": as stored; blocks as bfloat16).
 
     With `quantization`, every matrix but the embedding takes fewer; with `blocks`, those stored in blocks keep them.

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from torch import Tensor
 
 from headstart.core.errors import ConfigError
-from headstart.gguf.gguf_reader import is_gguf
+from headstart.gguf.gguf_reader import has_gguf_suffix
 from headstart.model.weights.gguf.block_formats import PackedTensor
 from headstart.model.weights.gguf.gguf_tensors import GGUFTensors
 from headstart.model.weights.safetensors_files import SafetensorsFiles
@@ -35,7 +35,7 @@ class ModelCheckpoint:
     def __init__(self, folder: Path) -> None:
         """Read the headers of a model folder, or of a GGUF file. Raises ConfigError."""
         self.folder = folder
-        self._files: TensorFiles = GGUFTensors(folder) if is_gguf(folder) else SafetensorsFiles(folder)
+        self._files: TensorFiles = GGUFTensors(folder) if has_gguf_suffix(folder) else SafetensorsFiles(folder)
         self.entries: dict[str, TensorEntry] = self._files.entries
         self._progress: Callable[[int], None] | None = None
         self._digests: dict[str, bytes] = {}  # XXH3-128 of the tensors read so far
@@ -59,18 +59,18 @@ class ModelCheckpoint:
         return sum(entry.end - entry.begin for entry in self.entries.values())
 
     @property
-    def are_applied(self) -> bool:
+    def stores_transformed_weights(self) -> bool:
         """See TensorFiles."""
-        return self._files.are_applied
+        return self._files.stores_transformed_weights
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def load_tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a copy of tensor `name` as `dtype` on the CPU. Raises ConfigError if it is missing or misshaped."""
         entry = self._entry(name, shape)
         tensor, stored = self._files.read(name, dtype)
         self._account(name, entry, stored)
         return tensor
 
-    def take_packed(self, name: str, shape: tuple[int, ...]) -> PackedTensor | None:
+    def load_packed_tensor(self, name: str, shape: tuple[int, ...]) -> PackedTensor | None:
         """Return tensor `name` in the blocks that its file stores, or None if it is stored as plain numbers.
 
         Raises ConfigError if it is missing or misshaped.

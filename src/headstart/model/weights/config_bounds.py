@@ -33,7 +33,7 @@ def check_config_sizes(raw: dict[str, Any]) -> None:
             raise ConfigError(f"config.json: {shorten_text(key, 80)} is {shown}; at most {limit} is possible")
 
 
-def check_finite(
+def check_number(
     value: object, key: str, *, at_least: float | None = None, above: float | None = None, at_most: float = math.inf
 ) -> float:
     """Return `value` as a float. Raises ConfigError if it is not a number, not finite, too small or too large."""

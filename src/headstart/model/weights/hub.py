@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.core.errors import ConfigError
-from headstart.gguf.gguf_reader import LFS_POINTER, is_gguf, refuse_lfs_pointer
+from headstart.gguf.gguf_reader import LFS_POINTER, has_gguf_suffix, refuse_lfs_pointer
 from headstart.model.weights.json_file import one_line_error, shorten_text
 
 MAX_NAME_CHARS = 4096  # the longest path Linux takes; hub ids have at most 96 characters
@@ -73,13 +73,13 @@ def local_model_path(model: str) -> Path | None:
         raise ConfigError(f"{shorten_text(model, SHOWN_CHARS)!r} cannot be a folder: {one_line_error(error)}") from None
     if model and is_folder:
         return _checked(path, model)
-    if is_file and is_gguf(path):
+    if is_file and has_gguf_suffix(path):
         return path
     if is_file:
         raise ConfigError(
             f"{model} is a file, and no .gguf; name the folder that holds config.json and the safetensors files"
         )
-    if is_gguf(path):
+    if has_gguf_suffix(path):
         raise ConfigError(f"there is no file {shorten_text(model, SHOWN_CHARS)!r}; a GGUF is named by its path")
     if not model or not model.isprintable() or model.startswith((".", "/", "~", "\\")) or model.count("/") > 1:
         named = shorten_text(model, SHOWN_CHARS)
@@ -92,7 +92,9 @@ def _checked(folder: Path, model: str) -> Path:
     files = [file for pattern in WANTED for file in folder.glob(pattern) if file.is_file()]
     for file in sorted(files):
         _refuse_pointer(file)
-    gguf = sorted(file.name for file in folder.iterdir() if is_gguf(file) and _NOT_FIRST.search(file.name) is None)
+    gguf = sorted(
+        file.name for file in folder.iterdir() if has_gguf_suffix(file) and _NOT_FIRST.search(file.name) is None
+    )
     if gguf and not any(file.suffix == ".safetensors" for file in files):
         others = "" if len(gguf) == 1 else f" or another of its {len(gguf)} GGUF files"
         raise ConfigError(

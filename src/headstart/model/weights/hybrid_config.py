@@ -4,7 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 from headstart.core.errors import ConfigError
-from headstart.model.weights.config_bounds import MAX_SIZE, check_finite
+from headstart.model.weights.config_bounds import MAX_SIZE, check_number
 from headstart.model.weights.config_keys import NotNativeError
 from headstart.model.weights.json_file import shorten_text
 
@@ -32,19 +32,19 @@ class MixerShape(NamedTuple):
     conv_size: int
 
     @property
-    def num_keys(self) -> int:
+    def key_width(self) -> int:
         """Width of all keys, and of all queries."""
         return self.num_key_heads * self.key_dim
 
     @property
-    def num_values(self) -> int:
+    def value_width(self) -> int:
         """Width of all values, and of the output."""
         return self.num_value_heads * self.value_dim
 
     @property
     def num_channels(self) -> int:
         """Width of the convolution: queries, keys, values."""
-        return 2 * self.num_keys + self.num_values
+        return 2 * self.key_width + self.value_width
 
     @property
     def state_size(self) -> int:
@@ -141,7 +141,7 @@ def _mamba(config: Any, family: str, kinds: tuple[str, ...]) -> HybridConfig:
         raise NotNativeError(f"num_local_experts is {config.num_local_experts}")
 
     def scale(name: str) -> float:
-        return check_finite(getattr(config, name), name, at_least=MIN_SCALE, at_most=1 / MIN_SCALE)
+        return check_number(getattr(config, name), name, at_least=MIN_SCALE, at_most=1 / MIN_SCALE)
 
     return made._replace(
         has_rope=config.position_embedding_type == "rope",

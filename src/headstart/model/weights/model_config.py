@@ -12,7 +12,7 @@ from typing import Any
 from headstart.core.errors import ConfigError
 from headstart.model.layers.rotary import RopeConfig, read_rope
 from headstart.model.weights.architectures import NATIVE_ARCHITECTURES, architecture_of
-from headstart.model.weights.config_bounds import MAX_EPSILON, MAX_THETA, MIN_THETA, check_config_sizes, check_finite
+from headstart.model.weights.config_bounds import MAX_EPSILON, MAX_THETA, MIN_THETA, check_config_sizes, check_number
 from headstart.model.weights.config_keys import NotNativeError, transformers_config
 from headstart.model.weights.hybrid_config import (
     KINDS,
@@ -108,7 +108,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=check_finite(epsilon, "rms_norm_eps", at_least=0.0, at_most=MAX_EPSILON),
+        rms_norm_eps=check_number(epsilon, "rms_norm_eps", at_least=0.0, at_most=MAX_EPSILON),
         windows=_windows(config, family, rope.max_positions),
         rope=rope,
         max_model_len=rope.max_positions,
@@ -137,8 +137,8 @@ def _rope(config: Any, family: str, head_dim: int) -> RopeConfig:
         if parameters.get("rope_type") != "default":
             raise NotNativeError("partial_rotary_factor is given beside a scaled rotary embedding")
         parameters = {**parameters, "partial_rotary_factor": 1.0}  # as in Transformers: rotates all
-    check_finite(parameters.get("partial_rotary_factor", 1.0), "partial_rotary_factor", above=0.0)
-    check_finite(parameters.get("rope_theta", 1.0), "rope_theta", at_least=MIN_THETA, at_most=MAX_THETA)
+    check_number(parameters.get("partial_rotary_factor", 1.0), "partial_rotary_factor", above=0.0)
+    check_number(parameters.get("rope_theta", 1.0), "rope_theta", at_least=MIN_THETA, at_most=MAX_THETA)
     if not isinstance(parameters.get("rope_type"), str):
         raise ConfigError(f"config.json: rope_type is {parameters.get('rope_type')!r}; it must be a name")
     if parameters.get("original_max_position_embeddings", 1) == 0:

@@ -16,16 +16,16 @@ import transformers
 
 from headstart import __version__
 from headstart.core.errors import ConfigError
-from headstart.gguf.gguf_reader import is_gguf
+from headstart.gguf.gguf_reader import has_gguf_suffix
 from headstart.model.attention.base import resolve_backend
-from headstart.model.kernels.library import find_kernels, loaded_kernels
+from headstart.model.kernels.library import find_kernels, kernels_in_use
 from headstart.model.kernels.packed import ACTIVATION_BITS
 from headstart.model.layers.decoder import Decoder, LanguageModel, load_decoder
-from headstart.model.layers.dispatch import CHOICES, choose_kernels
+from headstart.model.layers.dispatch import CHOICES, choose_linear_kernels
 from headstart.model.layers.hybrid_decoder import HybridDecoder
 from headstart.model.layers.hybrid_weights import load_hybrid
 from headstart.model.layers.linear import WeightForm
-from headstart.model.paged_kv import KVShape
+from headstart.model.paged_kv import TokenKVShape
 from headstart.model.source_digest import source_digest
 from headstart.model.weights.architectures import NATIVE_ARCHITECTURES, architecture_of, refuse_quantised
 from headstart.model.weights.checkpoint import LoadingBar, ModelCheckpoint
@@ -50,7 +50,7 @@ class LoadedModel:
     model: LanguageModel
     dtype: torch.dtype
     device: torch.device
-    kv_shape: KVShape
+    kv_shape: TokenKVShape
     vocab_size: int  # rows of the logits
     max_model_len: int
     eos_token_ids: tuple[int, ...]
@@ -109,7 +109,7 @@ def load_model(
             f"quantization {quantization} is not supported for {architecture}, which Transformers runs{why}; "
             f"leave it out, or use one of {', '.join(NATIVE_ARCHITECTURES)}"
         )
-    if native is None and is_gguf(folder):
+    if native is None and has_gguf_suffix(folder):
         raise ConfigError(f"{folder.name} is not supported in GGUF{why}; the model's folder of safetensors may be")
     checkpoint, bits, compiled = ModelCheckpoint(folder), 16, None
     if native is None:
@@ -121,11 +121,11 @@ def load_model(
         shape, vocab_size, max_model_len = breadth.kv_shape, breadth.vocab_size, breadth.max_model_len
     else:
         with LoadingBar(checkpoint.num_bytes, f"Loading {folder.name}") as bar, checkpoint.reading(bar.advance):
-            compiled = loaded_kernels() if chosen_device.type == "cpu" else None
+            compiled = kernels_in_use() if chosen_device.type == "cpu" else None
             kinds = {entry.dtype for entry in checkpoint.entries.values()} & FORMATS.keys()
             blocks = any(FORMATS[kind].block_size > 1 for kind in kinds)  # in bfloat16 only our kernels multiply them
             if quantization == "none" and (chosen_dtype == torch.float32 or not blocks):
-                compiled = choose_kernels(compiled, linear_dispatch)
+                compiled = choose_linear_kernels(compiled, linear_dispatch)
             if (
                 chosen_dtype == torch.bfloat16
                 and compiled
@@ -135,11 +135,11 @@ def load_model(
             form = WeightForm(compiled, quantization, chosen_dtype, chosen_device, bits)
             load = load_decoder if native.hybrid is None else load_hybrid
             model = load(native, checkpoint, chosen_dtype, chosen_device, form)
-        shape = KVShape(native.num_attention_layers, native.num_kv_heads, native.head_dim)
+        shape = TokenKVShape(native.num_attention_layers, native.num_kv_heads, native.head_dim)
         vocab_size, max_model_len = native.vocab_size, native.max_model_len
     resolved = resolve_backend(attention_backend, chosen_device, shape.head_dim)
     products = "torch" if compiled is None else compiled.variant
-    exact = batch_invariant and runs_on_cuda(model, chosen_device, resolved)
+    exact = batch_invariant and uses_cuda_executor(model, chosen_device, resolved)
     exceptions = () if exact else tuple(_exceptions(model, chosen_device, products, resolved))
     if batch_invariant and exceptions:
         raise ConfigError(
@@ -171,7 +171,7 @@ def load_model(
     )
 
 
-def runs_on_cuda(model: LanguageModel, device: torch.device, backend: str) -> bool:
+def uses_cuda_executor(model: LanguageModel, device: torch.device, backend: str) -> bool:
     """Return whether the executor of model/cuda/ runs this model: a decoder of ours with plain weights on a GPU."""
     return device.type == "cuda" and backend == "triton" and isinstance(model, Decoder) and model.has_plain_weights
 

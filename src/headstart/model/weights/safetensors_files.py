@@ -21,7 +21,7 @@ MAX_HEADER_BYTES = 32 << 20  # room for 250,000 tensors in one file; the format 
 class SafetensorsFiles:
     """The tensors of one folder. See TensorFiles."""
 
-    noun, config_noun, are_applied = "the safetensors files", "config.json", False
+    noun, config_noun, stores_transformed_weights = "the safetensors files", "config.json", False
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -25,7 +25,7 @@ class TensorFiles(Protocol):
     entries: dict[str, TensorEntry]
     noun: str  # of the files, for messages
     config_noun: str  # of the settings, for messages
-    are_applied: bool  # whether Qwen3.5's norms and rates of decay are stored as they are applied
+    stores_transformed_weights: bool  # whether Qwen3.5's norms and rates of decay are stored as they are applied
 
     def stored_name(self, name: str) -> str:
         """Return the name of a tensor in the files."""

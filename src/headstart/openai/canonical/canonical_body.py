@@ -22,13 +22,13 @@ from headstart.openai.canonical.canonical_messages import (
     strip_token_counts_of_content,
     with_canonical_json,
 )
-from headstart.openai.canonical.plain_items import supported_items, supported_messages, supported_tools
+from headstart.openai.canonical.plain_items import replace_unsupported_items, supported_messages, supported_tools
 from headstart.openai.canonical.prompt_rules import (
     AppliedRules,
     PromptRules,
     applied_rules,
     has_replaced_items,
-    replace_field,
+    with_field,
 )
 from headstart.openai.canonical.stable_tools import sorted_schema, sorted_tools, tool_name_of
 from headstart.openai.chat.template_forms import ContentForms
@@ -69,7 +69,7 @@ def canonical_body(
     return CanonicalBody(data, {**values, **changed} if changed else values, applied_rules(counts))
 
 
-def canonical_log_line(line: str, rules: PromptRules) -> str:
+def canonicalize_log_line(line: str, rules: PromptRules) -> str:
     """Return a line of a log with its body after the rules; a line without a body stays as it is."""
     try:
         entry = json.loads(line)
@@ -91,7 +91,7 @@ def _plain(path: str, values: Values, counts: Counter[str]) -> dict[str, Any]:
     if (tools := _objects(values.get("tools"))) is not None:
         found |= _if_changed("tools", supported_tools(path, tools, counts), tools)
     if (sent := _objects(values.get(name))) is not None:
-        plain = supported_items(sent, counts) if path == RESPONSES else supported_messages(path, sent, counts)
+        plain = replace_unsupported_items(sent, counts) if path == RESPONSES else supported_messages(path, sent, counts)
         found |= _if_changed(name, plain, sent)
     return found
 
@@ -163,7 +163,7 @@ def _block_message(message: Values, rules: PromptRules, counts: Counter[str]) ->
     content = message.get("content")
     if message.get("role") == "assistant" and "drop_reasoning" in rules:
         if isinstance(content, str):
-            return replace_field(message, "content", strip_think_section(content, counts))
+            return with_field(message, "content", strip_think_section(content, counts))
         blocks = _objects(content)
         kept = [block for block in blocks or () if block.get("type") not in _THOUGHTS]
         if blocks is None or not kept or len(kept) == len(blocks):
@@ -172,7 +172,7 @@ def _block_message(message: Values, rules: PromptRules, counts: Counter[str]) ->
         return {**message, "content": kept}
     if message.get("role") != "assistant" and "token_counts" in rules:
         content = strip_token_counts_of_content(content, counts)
-        message = replace_field(message, "content", content)
+        message = with_field(message, "content", content)
     if message.get("role") == "user" and "json" in rules and (blocks := _objects(content)) is not None:
         found = [
             with_canonical_json(one, "content", counts) if one.get("type") == "tool_result" else one for one in blocks
@@ -195,7 +195,7 @@ def _responses(values: Values, rules: PromptRules, counts: Counter[str]) -> dict
             counts["drop_reasoning"] += 1
         elif item.get("type") == "function_call_output" and rules & {"json", "token_counts"}:
             if "token_counts" in rules:
-                item = replace_field(item, "output", strip_token_counts_of_content(item.get("output"), counts))
+                item = with_field(item, "output", strip_token_counts_of_content(item.get("output"), counts))
             found.append(with_canonical_json(item, "output", counts) if "json" in rules else item)
         else:
             changed_item = canonical_messages([item], rules - {"json"}, counts)[0] if "role" in item else item

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from headstart.openai.canonical.nonces import strip_nonces, strip_token_counts
-from headstart.openai.canonical.prompt_rules import AppliedRules, PromptRules, applied_rules, map_items, replace_field
+from headstart.openai.canonical.prompt_rules import AppliedRules, PromptRules, applied_rules, map_items, with_field
 from headstart.openai.canonical.stable_tools import sorted_schema, sorted_tools
 from headstart.openai.chat.template_forms import SYSTEM_ROLES, ContentForms
 from headstart.openai.tools.tool_fields import Tool
@@ -43,7 +43,7 @@ def canonical_messages(messages: Sequence[Message], rules: PromptRules, counts: 
         if role in SYSTEM_ROLES and rules & SYSTEM_RULES:
             clean = clean_system_prompt(message.get("content"), rules, counts)
             moved += clean.moved
-            message = replace_field(message, "content", clean.content)
+            message = with_field(message, "content", clean.content)
         elif role == "assistant" and "drop_reasoning" in rules:
             message = _without_reasoning(message, counts)
         elif role == "tool" and "json" in rules:
@@ -52,7 +52,7 @@ def canonical_messages(messages: Sequence[Message], rules: PromptRules, counts: 
             content = strip_token_counts_of_content(message["content"], counts)
             if not content and message["content"] and len(messages) > 1:
                 continue
-            message = replace_field(message, "content", content)
+            message = with_field(message, "content", content)
         found.append(message)
     return _with_moved(found, moved) if moved else found
 
@@ -150,7 +150,7 @@ def canonical_tool_content(content: Any, counts: Counter[str]) -> Any:
 
 def with_canonical_json(holder: Message, name: str, counts: Counter[str]) -> Message:
     """Return an object with the JSON of a field in one form."""
-    return replace_field(holder, name, canonical_tool_content(holder.get(name), counts))
+    return with_field(holder, name, canonical_tool_content(holder.get(name), counts))
 
 
 def strip_think_section(text: str, counts: Counter[str]) -> str:

@@ -44,7 +44,7 @@ def supported_tools(api: str, tools: list[Values], counts: Counter[str]) -> list
     return found
 
 
-def supported_items(items: Sequence[Values], counts: Counter[str]) -> list[Values]:
+def replace_unsupported_items(items: Sequence[Values], counts: Counter[str]) -> list[Values]:
     """Return the items of a Responses conversation as messages, calls of functions, their outputs and reasoning."""
     found: list[Values] = []
     was_placed = False
@@ -96,7 +96,7 @@ def _plain_item(item: Values) -> Values | None:
         case str() if kind in CALL_FORMS:
             own_name, form = CALL_FORMS[kind]
             call = {"type": "function_call", "call_id": read["call_id"], "name": own_name or read["name"]}
-            return {**call, "arguments": form.arguments(read[form.payload])}
+            return {**call, "arguments": form.arguments_from_payload(read[form.payload])}
         case str() if kind in OUTPUTS:
             output = item["output"] if kind == "custom_tool_call_output" else read["output"]
             return {"type": "function_call_output", "call_id": read["call_id"], "output": output}
@@ -110,12 +110,12 @@ def _plain_item(item: Values) -> Values | None:
 
 def supported_messages(api: str, messages: list[Values], counts: Counter[str]) -> list[Values]:
     """Return the messages of a chat or of the Messages API, without those of which nothing is left."""
-    plain_message = close_call_arguments if api == ApiName.CHAT else supported_blocks
+    plain_message = close_call_arguments if api == ApiName.CHAT else replace_unsupported_blocks
     found = [plain_message(message, counts) for message in messages]
     return [message for message in found if message is not None]
 
 
-def supported_blocks(message: Values, counts: Counter[str]) -> Values | None:
+def replace_unsupported_blocks(message: Values, counts: Counter[str]) -> Values | None:
     """Return a message of the Messages API with text in place of blocks of a vendor's tools; None if nothing is left.
 
     Images and documents stay: engines may read them.

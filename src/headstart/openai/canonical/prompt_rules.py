@@ -53,7 +53,7 @@ def applied_rules_header(applied: Iterable[tuple[str, int]]) -> str:
     return ", ".join(f"{name}={count}" for name, count in applied)
 
 
-def replace_field(holder: Mapping[str, Any], name: str, value: Any) -> Mapping[str, Any]:
+def with_field(holder: Mapping[str, Any], name: str, value: Any) -> Mapping[str, Any]:
     """Return an object with a field; the same object if the field has the value already."""
     return holder if holder.get(name) is value else {**holder, name: value}
 

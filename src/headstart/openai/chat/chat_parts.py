@@ -75,12 +75,12 @@ class ChatParts:
             self.num_reasoning_tokens += len(delta.token_ids)
         return [step for kind, text, call in _pieces(chat) for step in self._grow(kind, text, call)]
 
-    def open_part(self) -> ChatPart | None:
+    def current_part(self) -> ChatPart | None:
         """Return the part that no later one has closed yet; None without any part."""
         return self.parts[-1] if self.parts else None
 
     def _grow(self, kind: ChatPartKind, text: str, call: ToolCallDelta | None) -> Iterator[ChatPartUpdate]:
-        last = self.open_part()
+        last = self.current_part()
         is_same = last is not None and last.kind is kind
         if is_same and call is not None:
             assert last is not None and last.call is not None

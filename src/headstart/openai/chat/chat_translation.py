@@ -1,4 +1,4 @@
-"""ChatTranslation: the body of another API as the values of a chat request, and errors in the words of that API."""
+"""TranslatedChatRequest: the body of another API as values of a chat request, and errors in the words of that API."""
 
 import re
 from collections.abc import Generator, Mapping, Sequence
@@ -20,7 +20,7 @@ Renames = tuple[tuple[re.Pattern[str], str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ChatTranslation:
+class TranslatedChatRequest:
     """The values of a chat request that mean the same as a body of another API.
 
     `message_names`: per message, the field that it comes from. `renames`: patterns of chat fields and the fields that
@@ -34,17 +34,17 @@ class ChatTranslation:
     thinks: bool | None = field(default=None)  # None: as the template does by default
     tool_names: Sequence[str] = ()  # per tool, the field that it comes from; beyond: the same
 
-    def parse(self, bounds: RequestBounds) -> ChatBody:
+    def parse_chat_body(self, bounds: RequestBounds) -> ChatBody:
         """Return the validated chat request. Raises InvalidRequestError in the words of the API."""
-        with self.named():
+        with self.rename_error_fields():
             return parse_chat(self.values, bounds)
 
-    def without_values(self) -> "ChatTranslation":
+    def for_error_names(self) -> "TranslatedChatRequest":
         """Return the translation for the names in errors only, which refers to no message."""
         return replace(self, values={})
 
     @contextmanager
-    def named(self) -> Generator[None]:
+    def rename_error_fields(self) -> Generator[None]:
         """Rename the fields in any InvalidRequestError that is raised inside."""
         try:
             yield
@@ -72,7 +72,7 @@ class ChatTranslation:
         return _TOOL.sub(of_tool, text)
 
 
-def passthrough_params(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def shared_chat_params(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that mean the same in a chat request: shared parameters, and those that it refuses by name.
 
     `own`: fields of the other API, left out unless they are shared parameters.

@@ -27,23 +27,23 @@ SEPARATOR = "\n\n"  # between messages that become one
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
-class PlacedMessages(NamedTuple):
+class TemplateMessages(NamedTuple):
     """Messages for a chat template, and how often each placement was made: keys of PLACEMENT_TEXTS."""
 
     messages: list[Message]
     counts: Counter[str]
 
 
-def place_messages(
+def fit_messages_to_template(
     messages: Sequence[Message], forms: ContentForms, family: ToolCallFormat, *, shows_results: bool
-) -> PlacedMessages:
+) -> TemplateMessages:
     """Return the messages in forms that the template shows; `messages` stay unchanged.
 
     `family`: how calls are written that the template has no form for. `shows_results`: it knows messages of role
     `tool`, rather than printing any role.
     """
     placement = _Placement(forms, family, shows_results)
-    return PlacedMessages(placement.placed(messages), placement.counts)
+    return TemplateMessages(placement.placed(messages), placement.counts)
 
 
 class _Placement:
@@ -207,7 +207,7 @@ class _Placement:
         """Return whether calls are shown as they are. Results of only some must be shown with and without all."""
         is_complete = num_results in (0, num_calls)
         shapes = [shape] if is_complete else [shape._replace(is_answered=one) for one in (True, False)]
-        return all(self._forms.shows_probe(one.probe_name) for one in shapes)
+        return all(self._forms.shows_probe(one.label) for one in shapes)
 
     def _one_by_one(
         self, message: Message, results: list[Message], users: list[Message], *, before_user: bool

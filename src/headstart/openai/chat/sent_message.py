@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from headstart.openai.bounds import RequestBounds
-from headstart.openai.forms.carried_text import part_text, tool_result_content
+from headstart.openai.forms.carried_text import non_text_part_text, tool_result_content
 from headstart.openai.forms.treatments import AUDIO, NameKind
 from headstart.openai.tools.call_arguments import parse_call_arguments
-from headstart.openai.value_checks import check_string, check_text, raise_invalid_value, safe_repr
+from headstart.openai.value_checks import check_encodable_text, check_string, raise_invalid_value, safe_repr
 
 MAX_TOOL_CALLS = 4096  # of a message: an answer may have as many as its tokens allow
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -61,7 +61,7 @@ def _content(name: str, value: object, bounds: RequestBounds) -> str | list[dict
     if value is None:
         return None
     if isinstance(value, str):
-        return check_text(name, value)
+        return check_encodable_text(name, value)
     if not isinstance(value, list | tuple):
         raise_invalid_value(name, f"is {safe_repr(value)}", "it must be a string or a list of text parts")
     texts = [_part(f"{name}[{index}]", part, bounds) for index, part in enumerate(value)]
@@ -76,12 +76,12 @@ def _part(name: str, part: object, bounds: RequestBounds) -> str:
     kind = part.get("type")
     if kind not in ("text", "input_text", "output_text", "refusal"):
         if isinstance(kind, str):
-            return part_text(name, part, bounds)
+            return non_text_part_text(name, part, bounds)
         raise_invalid_value(f"{name}.type", f"is {safe_repr(kind)}", 'it must be "text"')
     text = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(text, str):
         raise_invalid_value(f"{name}.text", f"is {safe_repr(text)}", "it must be a string")
-    return check_text(name, text)
+    return check_encodable_text(name, text)
 
 
 def _tool_calls(name: str, value: object) -> list[dict[str, Any]]:
@@ -97,8 +97,8 @@ def _tool_calls(name: str, value: object) -> list[dict[str, Any]]:
             raise_invalid_value(f"{name}[{index}]", f"is {safe_repr(call)}", "it must be an object with function.name")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            check_text(name, arguments)
-        function_name = check_text(name, function["name"])
+            check_encodable_text(name, arguments)
+        function_name = check_encodable_text(name, function["name"])
         called = {"name": function_name, "arguments": parse_call_arguments(arguments)}
         call_id = None if call.get("id") is None else check_string(f"{name}[{index}].id", call["id"])
         calls.append({"id": call_id, "type": "function", "function": called})
@@ -155,5 +155,5 @@ def _reasoning(message: Mapping[str, Any], bounds: RequestBounds) -> dict[str, s
         if isinstance(part.get(key), str) and part[key]
     ]
     if sent and not texts:
-        bounds.skip(NameKind.ITEM, "reasoning")
+        bounds.note_skipped(NameKind.ITEM, "reasoning")
     return {"reasoning_content": "".join(texts)} if texts else {}

@@ -47,12 +47,12 @@ class ToolCallsProbe(NamedTuple):
     before_user: bool = False  # else before an answer, or at the end, where the next answer will be
 
     @property
-    def probe_name(self) -> str:
+    def label(self) -> str:
         """The name of the probe."""
         return " ".join(("calls", *(name for name, is_so in self._asdict().items() if is_so)))
 
 
-PLAIN_CALL = ToolCallsProbe().probe_name
+PLAIN_CALL = ToolCallsProbe().label
 
 
 def detect_content_forms(tried: Tried) -> ContentForms:
@@ -99,14 +99,14 @@ def are_texts_rendered(messages: Sequence[Mapping[str, Any]], text: str | None) 
         return False
     end = 0
     for message in messages:
-        places = [(text.find(marker), len(marker)) for marker in probe_texts(message)]
-        if any(at < end for at, _ in places) or any(text.count(marker) != 1 for marker in probe_texts(message)):
+        places = [(text.find(marker), len(marker)) for marker in probe_message_texts(message)]
+        if any(at < end for at, _ in places) or any(text.count(marker) != 1 for marker in probe_message_texts(message)):
             return False
         end = max((at + length for at, length in places), default=end)
     return True
 
 
-def probe_texts(message: Mapping[str, Any]) -> list[str]:
+def probe_message_texts(message: Mapping[str, Any]) -> list[str]:
     """Return the content and the arguments of calls of a probe's message."""
     calls = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
     found = [json.loads(one)["city"] if isinstance(one, str) else one["city"] for one in calls]
@@ -197,7 +197,7 @@ def _calls_probes(arguments: Any) -> Iterator[tuple[str, list[list[Message]]]]:
         results = [_result(1, "e"), *([_result(2, "f")] if shape.is_parallel else [])] if shape.is_answered else []
         behind = [user] if shape.before_user else [*answers, *([[]] if shape.is_answered else [])]
         before = [_user("a"), _called("b" if shape.has_content else "", *calls), *results]
-        yield shape.probe_name, [[*before, *more] for more in behind]
+        yield shape.label, [[*before, *more] for more in behind]
 
 
 def _leading(role: str, calls: list[Message]) -> list[list[Message]]:

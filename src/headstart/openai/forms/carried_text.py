@@ -13,7 +13,7 @@ from typing import Any
 
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.forms.treatments import UNREADABLE, NameKind
-from headstart.openai.value_checks import check_text, raise_unsupported, safe_repr
+from headstart.openai.value_checks import check_encodable_text, raise_unsupported, safe_repr
 
 REFUSE, DIGEST = "refuse", "digest"
 _LEFT_OUT = frozenset(
@@ -31,13 +31,13 @@ _BASE64 = re.compile(r"(?:data:[\w/+.-]*;base64,)?[A-Za-z0-9+/_-]{1024,}={0,2}")
 
 def item_text(name: str, value: Mapping[str, Any], bounds: RequestBounds) -> str:
     """Return `[type] text` of an item or block; empty if it carries none. Raises InvalidRequestError."""
-    found = strip_ids(name, value, bounds)
+    found = strip_opaque_fields(name, value, bounds)
     if not found:
         return ""
-    return check_text(name, f"[{str(value.get('type'))[:_SHOWN_TYPE_CHARS]}] {value_as_text(found)}\n")
+    return check_encodable_text(name, f"[{str(value.get('type'))[:_SHOWN_TYPE_CHARS]}] {value_as_text(found)}\n")
 
 
-def part_text(name: str, part: Mapping[str, Any], bounds: RequestBounds) -> str:
+def non_text_part_text(name: str, part: Mapping[str, Any], bounds: RequestBounds) -> str:
     """Return the text of a part that is no text part, perhaps a placeholder. Raises InvalidRequestError."""
     kind = part["type"]
     if kind in UNREADABLE:
@@ -47,7 +47,7 @@ def part_text(name: str, part: Mapping[str, Any], bounds: RequestBounds) -> str:
     return item_text(name, part, bounds) or _placeholder(name, kind, part, bounds)
 
 
-def strip_ids(name: str, value: object, bounds: RequestBounds) -> object:
+def strip_opaque_fields(name: str, value: object, bounds: RequestBounds) -> object:
     """Return a value without ids and encrypted content, with texts in place of text parts; empty if nothing is left."""
     if isinstance(value, Mapping):
         kind = value.get("type")
@@ -59,11 +59,12 @@ def strip_ids(name: str, value: object, bounds: RequestBounds) -> object:
         found = {
             key: inner
             for key, item in value.items()
-            if key not in _LEFT_OUT and (inner := strip_ids(f"{name}.{key}", item, bounds)) not in ("", None, [], {})
+            if key not in _LEFT_OUT
+            and (inner := strip_opaque_fields(f"{name}.{key}", item, bounds)) not in ("", None, [], {})
         }
         return next(iter(found.values())) if list(found) in (["content"], ["output"]) else found
     if isinstance(value, list | tuple):
-        kept = [inner for item in value if (inner := strip_ids(name, item, bounds)) not in ("", None, [], {})]
+        kept = [inner for item in value if (inner := strip_opaque_fields(name, item, bounds)) not in ("", None, [], {})]
         texts = [item for item in kept if isinstance(item, str)]
         return "\n".join(texts) if texts and len(texts) == len(kept) else kept
     if isinstance(value, str) and _BASE64.fullmatch(value):
@@ -72,7 +73,7 @@ def strip_ids(name: str, value: object, bounds: RequestBounds) -> object:
 
 
 def value_as_text(value: object) -> str:
-    """Return the text of a value from `strip_ids`: JSON, unless it is one."""
+    """Return the text of a value from `strip_opaque_fields`: JSON, unless it is one."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -92,14 +93,14 @@ def _document(name: str, part: Mapping[str, Any], bounds: RequestBounds) -> str:
     if isinstance(source, Mapping) and source.get("type") == "text":
         inside = source.get("data")
     elif isinstance(source, Mapping) and source.get("type") == "content":
-        inside = strip_ids(f"{name}.source.content", source.get("content"), bounds)
+        inside = strip_opaque_fields(f"{name}.source.content", source.get("content"), bounds)
     if not inside:
         return _placeholder(name, "file", part, bounds)
     head = " ".join(item for item in (part.get("title"), part.get("context")) if isinstance(item, str))
-    return check_text(name, f"[document{head and ' '}{head}]\n{value_as_text(inside)}\n")
+    return check_encodable_text(name, f"[document{head and ' '}{head}]\n{value_as_text(inside)}\n")
 
 
-def part_digest(kind: str, part: object) -> str:
+def digest_placeholder(kind: str, part: object) -> str:
     """Return a text that stands for the content of a part, the same in each turn: `[image 1f8a...]`."""
     kept = {key: item for key, item in part.items() if key != "cache_control"} if isinstance(part, Mapping) else part
     return f"[{UNREADABLE.get(kind, kind)} {sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()}]"
@@ -122,8 +123,8 @@ def _placeholder(name: str, kind: str, part: object, bounds: RequestBounds) -> s
         remedy = "this server reads text only; send text, or start it with --unreadable-parts placeholder"
         raise_unsupported(name, f"parts of type {safe_repr(kind)} are not read: {remedy}")
     known = UNREADABLE.get(kind, kind[:_SHOWN_TYPE_CHARS])
-    bounds.skip(NameKind.PART, known)
+    bounds.note_skipped(NameKind.PART, known)
     if bounds.unreadable_parts == DIGEST:
-        return part_digest(known, part)
+        return digest_placeholder(known, part)
     title = _title(part)
-    return check_text(name, f"[{known}{title and ' '}{title}: not shown, this server reads text only]")
+    return check_encodable_text(name, f"[{known}{title and ' '}{title}: not shown, this server reads text only]")

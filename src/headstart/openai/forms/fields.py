@@ -21,7 +21,7 @@ def check_request_fields(api: ApiName, values: Mapping[str, Any], bounds: Reques
         if row.treatment is NameTreatment.REFUSED:
             raise_unsupported(row.name, row.note)
         if row.treatment is NameTreatment.SKIPPED:
-            bounds.skip(NameKind.FIELD, row.name)
+            bounds.note_skipped(NameKind.FIELD, row.name)
 
 
 _OTHERS = (

@@ -40,7 +40,7 @@ class CallItemForm:
         """Whether the payload is a text and not an object."""
         return self.payload == "input" or self.item == "function_call"
 
-    def content(self, arguments: str) -> Any:
+    def payload_from_arguments(self, arguments: str) -> Any:
         """Return the payload of an item for the arguments of a call; what is cut short is kept as text only."""
         if self.item == "function_call":
             return arguments
@@ -50,7 +50,7 @@ class CallItemForm:
             return text if isinstance(text, str) else arguments
         return {**self.added, **read}
 
-    def arguments(self, payload: object) -> str:
+    def arguments_from_payload(self, payload: object) -> str:
         """Return the arguments of the function's call, from the payload of an item."""
         if self.item == "function_call":
             return payload if isinstance(payload, str) else json.dumps(payload, ensure_ascii=False)
@@ -127,7 +127,7 @@ def _read(name: str, tool: Mapping[str, Any], bounds: RequestBounds) -> Json:
     row = find_treatment(ApiName.RESPONSES, NameKind.TOOL, kind)
     is_function = kind == "function" or (row is None and "parameters" in tool and "name" in tool)
     if not is_function and (row is None or row.treatment is NameTreatment.SKIPPED or _is_hosted(tool)):
-        bounds.skip(NameKind.TOOL, kind)
+        bounds.note_skipped(NameKind.TOOL, kind)
         return {"type": kind}
     if kind not in _EXECUTED and not isinstance(tool.get("name"), str):
         raise_invalid_value(f"{name}.name", f"is {safe_repr(tool.get('name'))}", "it must be a string")

@@ -8,14 +8,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from headstart.openai.bounds import RequestBounds
-from headstart.openai.forms.carried_text import item_text, part_text, strip_ids, tool_result_content, value_as_text
+from headstart.openai.forms.carried_text import (
+    item_text,
+    non_text_part_text,
+    strip_opaque_fields,
+    tool_result_content,
+    value_as_text,
+)
 from headstart.openai.forms.treatments import ApiName, NameKind, NameTreatment, find_treatment
 from headstart.openai.responses import Json
 from headstart.openai.responses_api.call_forms import CALL_FORMS, OUTPUTS, namespaced_function_name
 from headstart.openai.value_checks import (
+    check_encodable_text,
     check_list,
     check_string,
-    check_text,
     missing_parameter_error,
     raise_invalid_value,
     raise_unsupported,
@@ -35,7 +41,7 @@ def read_input_items(value: object, bounds: RequestBounds) -> list[Json]:
     if value is None:
         raise missing_parameter_error("input")
     if isinstance(value, str):
-        part = {"type": "input_text", "text": check_text("input", value)}
+        part = {"type": "input_text", "text": check_encodable_text("input", value)}
         return [{"type": "message", "role": "user", "content": [part]}]
     items = check_list("input", value, MAX_ITEMS, "items")
     if not items:
@@ -135,7 +141,7 @@ def _joins(last: Json, parts: list[Json]) -> bool:
 def _chat_call(item: Json) -> Json:
     own_name, form = CALL_FORMS[item["type"]]
     name = own_name or namespaced_function_name(item["name"], item.get("namespace"))
-    function = {"name": name, "arguments": form.arguments(item[form.payload])}
+    function = {"name": name, "arguments": form.arguments_from_payload(item[form.payload])}
     return {"id": item["call_id"], "type": "function", "function": function}
 
 
@@ -159,7 +165,7 @@ def read_input_item(name: str, item: object, bounds: RequestBounds) -> Json:
         case "reasoning":
             read = {"type": "reasoning", "summary": [], "content": _reasoning(name, item)}
             if not read["content"]:
-                bounds.skip(NameKind.ITEM, "reasoning")
+                bounds.note_skipped(NameKind.ITEM, "reasoning")
             return _with_id(name, item, read)
         case "item_reference":
             return {"type": REFERENCE, "id": check_string(f"{name}.id", item.get("id"))}
@@ -196,7 +202,7 @@ def _other(name: str, kind: str, item: Mapping[str, Any], bounds: RequestBounds)
         raise_unsupported(name, row.note)
     text = "" if row is not None and row.treatment is NameTreatment.SKIPPED else item_text(name, item, bounds)
     if not text:
-        bounds.skip(NameKind.ITEM, kind)
+        bounds.note_skipped(NameKind.ITEM, kind)
         return {"type": kind}
     role = item.get("role")
     is_users = kind.endswith(("_output", "_response")) and kind != "program_output"
@@ -221,7 +227,7 @@ def _message(name: str, item: Mapping[str, Any], bounds: RequestBounds) -> Json:
         return {
             "type": "message",
             "role": role,
-            "content": [{"type": kind, "text": check_text(f"{name}.content", content)}],
+            "content": [{"type": kind, "text": check_encodable_text(f"{name}.content", content)}],
         }
     parts = check_list(f"{name}.content", content, MAX_PARTS, "parts")
     read = [_part(f"{name}.content[{index}]", part, kind, bounds) for index, part in enumerate(parts)]
@@ -242,7 +248,7 @@ def _part(name: str, part: object, kind: str, bounds: RequestBounds) -> Json:
         key = "refusal" if part["type"] == "refusal" else "text"
         read: Json = {"type": kind, "text": check_string(f"{name}.{key}", part.get(key))}
     else:
-        read = {"type": kind, "text": part_text(name, part, bounds)}
+        read = {"type": kind, "text": non_text_part_text(name, part, bounds)}
     if part.get("prompt_cache_breakpoint") is not None:
         read["prompt_cache_breakpoint"] = part["prompt_cache_breakpoint"]
     return read
@@ -254,10 +260,10 @@ def _output(name: str, item: Mapping[str, Any], bounds: RequestBounds) -> str | 
     if is_own:
         value = tool_result_content(value)
     if isinstance(value, str):
-        return check_text(f"{name}.output", value)
+        return check_encodable_text(f"{name}.output", value)
     if not is_own:
         sent = {"tools": item.get("tools")} if value is None else value
-        found = strip_ids(f"{name}.output", sent, bounds) or item.get("status")
+        found = strip_opaque_fields(f"{name}.output", sent, bounds) or item.get("status")
         return value_as_text(found) if found else ""
     parts = check_list(f"{name}.output", value, MAX_PARTS, "parts")
     read = [_part(f"{name}.output[{index}]", part, "input_text", bounds) for index, part in enumerate(parts)]

@@ -42,8 +42,8 @@ class ResponseEventBuilder:
             part = ChatPart(ChatPartKind.CONTENT, 0)
             self.parts.parts.append(part)
             events += self._begin(part)
-        last = self.parts.open_part()
-        response = self.response(usage)
+        last = self.parts.current_part()
+        response = self.finished_response(usage)
         status = "incomplete" if self._is_incomplete else "completed"
         if last is not None:
             events += self._end(last, status)
@@ -56,7 +56,7 @@ class ResponseEventBuilder:
         response = self._shape.response("failed", output, error=error)
         return [self._event("response.failed", {"response": response})]
 
-    def response(self, usage: Json) -> Json:
+    def finished_response(self, usage: Json) -> Json:
         """Return the finished response; an empty one has a message without text. Changes nothing."""
         parts = self.parts.parts or [ChatPart(ChatPartKind.CONTENT, 0)] * self._generates
         output = [self._shape.item(part, "completed") for part in parts]
@@ -113,7 +113,7 @@ class ResponseEventBuilder:
         if form.item == "function_call":
             yield self._event(f"{_FUNCTION}.done", {**place, "name": part.call.name, "arguments": part.text})
         elif form.item == "custom_tool_call":
-            text = form.content(part.text)
+            text = form.payload_from_arguments(part.text)
             yield self._event(f"{_CUSTOM}.delta", {**place, "delta": text})
             yield self._event(f"{_CUSTOM}.done", {**place, "input": text})
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from headstart.openai.request_json import decode_json_text
+from headstart.openai.request_json import parse_json
 from headstart.openai.responses import Json
 
 MAX_ENTRIES = 16_384
@@ -103,7 +103,7 @@ class StoredResponses:
             if entry is None:
                 return None
             response, items = entry.response, entry.items
-        return StoredResponse(decode_json_text(response), decode_json_text(items))
+        return StoredResponse(parse_json(response), parse_json(items))
 
     def history(self, tenant: str, response_id: str, now: float) -> StoredConversation | None:
         """Return the conversation up to the end of a response; None as `get`."""
@@ -116,7 +116,7 @@ class StoredResponses:
         while turn is not None:
             turns.append(turn.items)
             turn = turn.previous
-        items = [item for text in reversed(turns) for item in decode_json_text(text)]
+        items = [item for text in reversed(turns) for item in parse_json(text)]
         return StoredConversation(items, entry.turn)
 
     def conversation_bytes(self, tenant: str, response_id: str, now: float) -> int:

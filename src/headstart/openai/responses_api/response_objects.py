@@ -38,7 +38,7 @@ class ResponseTemplate:
             assert part.call is not None
             tool = self.tools.get(part.call.name)
             form, names = (CallItemForm(), {"name": part.call.name}) if tool is None else (tool.form, tool.names)
-            call = {"call_id": part.call.call_id, **names, form.payload: form.content(text)}
+            call = {"call_id": part.call.call_id, **names, form.payload: form.payload_from_arguments(text)}
             return {**item, "type": form.item, "status": status, **call}
         content = [] if is_empty else [content_part(part.kind, text)]
         if part.kind is ChatPartKind.REASONING:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeGuard
 from pydantic import Field
 
 from headstart.openai.bounds import INT31_MAX, RequestBounds
-from headstart.openai.chat.chat_translation import ChatTranslation, passthrough_params, template_variables
+from headstart.openai.chat.chat_translation import TranslatedChatRequest, shared_chat_params, template_variables
 from headstart.openai.forms.fields import check_request_fields
 from headstart.openai.forms.treatments import ApiName
 from headstart.openai.generation_fields import Model, SamplingFields
@@ -100,7 +100,7 @@ def parse_responses(values: Mapping[str, Any], bounds: RequestBounds) -> Respons
 
 def translate_responses(
     request: ResponsesRequest, values: Mapping[str, Any], history: Sequence[Json] = ()
-) -> ChatTranslation:
+) -> TranslatedChatRequest:
     """Return the chat request of a body: instructions, history and input. Raises InvalidRequestError."""
     check_call_outputs(history, request.input)
     named = [("previous_response_id", item) for item in history]
@@ -111,7 +111,7 @@ def translate_responses(
         names.insert(0, "instructions")
     chosen = request.reasoning.effort
     chat: Json = {
-        **passthrough_params(values, ResponsesRequest.model_fields),
+        **shared_chat_params(values, ResponsesRequest.model_fields),
         **template_variables(
             values, enable_thinking=None if chosen is None else chosen != "none", reasoning_effort=chosen
         ),
@@ -130,7 +130,7 @@ def translate_responses(
         raise_invalid_value("tool_choice", "requires a call", "none of the tools can be called here")
     if request.text.format is not None:
         chat["response_format"] = _chat_format(request.text.format)
-    return ChatTranslation(chat, "input", names, _RENAMES, tool_names=[tool.field for tool in tools])
+    return TranslatedChatRequest(chat, "input", names, _RENAMES, tool_names=[tool.field for tool in tools])
 
 
 def _chat_choice(choice: Any) -> Any:

@@ -15,7 +15,7 @@ from decimal import Decimal
 from typing import Any
 
 from headstart.openai.request_json import check_json_depth
-from headstart.openai.structured.schema_rewrites import SCHEMA_MAPS, VALUES, rewrite_schema
+from headstart.openai.structured.schema_rewrites import SCHEMA_MAPS, VALUES, adapt_schema_for_llguidance
 from headstart.openai.value_checks import raise_invalid_value, safe_repr
 
 MAX_SUBSCHEMAS = 1000
@@ -63,7 +63,7 @@ def _limited(name: str, schema: Mapping[str, Any], counts: Counter[str]) -> Mapp
             raise_invalid_value(
                 name, "has $id beside $ref", "set $schema: drafts differ in whether it changes the reference"
             )
-    return rewrite_schema(name, schema, is_exact=has_one_of)
+    return adapt_schema_for_llguidance(name, schema, is_exact=has_one_of)
 
 
 def check_regex_limits(name: str, regex: str) -> str:

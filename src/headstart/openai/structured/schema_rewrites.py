@@ -92,7 +92,7 @@ def _rebuilt(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]], *,
     return inner if is_map else change(inner)
 
 
-def rewrite_schema(name: str, schema: Mapping[str, Any], *, is_exact: bool = False) -> Mapping[str, Any]:
+def adapt_schema_for_llguidance(name: str, schema: Mapping[str, Any], *, is_exact: bool = False) -> Mapping[str, Any]:
     """Return the schema as llguidance reads it right. Raises InvalidRequestError, which names the keyword.
 
     `is_exact`: refuse bounds that need rounding.

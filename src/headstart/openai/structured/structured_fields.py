@@ -24,8 +24,8 @@ from headstart.openai.structured.grammar_text import (
 from headstart.openai.structured.schema_limits import check_lark_limits, check_regex_limits, check_schema_limits
 from headstart.openai.structured.schema_rewrites import close_schema_objects
 from headstart.openai.value_checks import (
+    check_encodable_text,
     check_list,
-    check_text,
     missing_parameter_error,
     raise_invalid_value,
     safe_repr,
@@ -61,7 +61,7 @@ def _parsed(name: str, text: str) -> Any:
 
 def check_grammar_size(name: str, text: str) -> str:
     """Return a text of at most MAX_GRAMMAR_BYTES. Raises InvalidRequestError."""
-    size = len(check_text(name, text).encode())
+    size = len(check_encodable_text(name, text).encode())
     if size > MAX_GRAMMAR_BYTES:
         raise_invalid_value(name, f"has {size} bytes", f"it may have at most {MAX_GRAMMAR_BYTES}")
     return text
@@ -86,7 +86,7 @@ def _whitespace(name: str, value: object) -> str:
         raise_invalid_value(
             name, f"is {safe_repr(value)}", f"it must be a string of at most {MAX_WHITESPACE_CHARS} characters"
         )
-    return check_text(name, value)
+    return check_encodable_text(name, value)
 
 
 def _schema_field(name: str) -> Any:

@@ -141,7 +141,7 @@ class GeneratedOutput:
         if self.finish_reason is not None:
             return _NOTHING
         self.breakdown = output.breakdown or self.breakdown
-        self.prompt.learn(output.prompt_logprobs)
+        self.prompt.append_logprobs(output.prompt_logprobs)
         if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             return self._fail(output)
         if not output.token_ids and output.finish_reason is None:

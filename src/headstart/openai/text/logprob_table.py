@@ -67,7 +67,7 @@ class LogprobTable(LazyTokenEntries):
             assert entry.logprob is not None, f"token {entry.token_id} has no log-probability"
             self.append(TokenLogprob(entry.token_id, entry.logprob, entry.top), entry.offset)
 
-    def known(self, index: int) -> TokenLogprob:
+    def token_logprob_at(self, index: int) -> TokenLogprob:
         """Return one token without its offset in the text."""
         entry = self._entry(index)
         return TokenLogprob(entry.token_id, self._logprobs[self._start(index)], entry.top)

@@ -25,7 +25,7 @@ class EchoedPrompt(LazyTokenEntries):
         self._offsets = array("i")  # start of each token's text, if logprobs are requested
         self.text = self._read(tokenizer, params) if params.echo else ""
 
-    def learn(self, known: tuple[TokenLogprob, ...]) -> None:
+    def append_logprobs(self, known: tuple[TokenLogprob, ...]) -> None:
         """Append the next log-probabilities."""
         for one in known:
             self.logprobs.append(one)
@@ -37,7 +37,7 @@ class EchoedPrompt(LazyTokenEntries):
         token_id, offset = self.token_ids[index], self._offsets[index]
         if not 0 < index <= len(self.logprobs):
             return TokenEntry(token_id, None, (), offset)
-        known = self.logprobs.known(index - 1)
+        known = self.logprobs.token_logprob_at(index - 1)
         return TokenEntry(token_id, known.logprob, known.top, offset)
 
     def _read(self, tokenizer: Tokenizer, params: GenerationParams) -> str:

@@ -54,7 +54,7 @@ class SegmentedTokenizer(Tokenizer):
         return self._digest if self.is_segmented and self.vocabulary.byte_level else ""
 
     @property
-    def tenant(self) -> str:
+    def tenant_name(self) -> str:
         """The tenant whose requests it is for, "" for all."""
         return self._scope.tenant
 
@@ -70,7 +70,7 @@ class SegmentedTokenizer(Tokenizer):
             own._around = None
         return own
 
-    def with_known_tokens(self, token_ids: "array[int]") -> Tokenizer:
+    def with_precomputed_tokens(self, token_ids: "array[int]") -> Tokenizer:
         """Return this tokenizer with ids that another process made of a text with a tokenizer of the same digest.
 
         They are used for a text only if they are tokens of exactly that text.
@@ -105,7 +105,7 @@ class SegmentedTokenizer(Tokenizer):
             return False
         if not 0 <= min(inner) <= max(inner) < self.vocab_size:
             return False
-        written = self.vocabulary.written(inner)
+        written = self.vocabulary.decode_bytes(inner)
         return written == text.encode("utf-8", "surrogatepass") and all(map(self.vocabulary.token_bytes, {*inner}))
 
     def _parts(self, text: str) -> Iterator[str]:

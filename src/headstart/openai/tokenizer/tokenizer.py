@@ -15,12 +15,12 @@ from typing import Any
 
 import tokenizers
 
-from headstart.bundled.packaged_models import find_packaged_model
+from headstart.bundled.packaged_models import packaged_model_of_file
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import CacheMode
-from headstart.gguf.gguf_reader import is_gguf, read_gguf
+from headstart.gguf.gguf_reader import has_gguf_suffix, read_gguf
 from headstart.gguf.metadata import read_end_token_ids, read_string
-from headstart.gguf.tokenizer_json import gguf_tokenizer, special_tokens_by_name
+from headstart.gguf.tokenizer_json import gguf_tokenizer_json, special_tokens_by_name
 from headstart.openai.chat.chat_renderer import ChatRenderer
 from headstart.openai.chat.chat_template import MAX_SOURCE_CHARS
 from headstart.openai.chat.template_forms import ONE_TEXT, ContentForms
@@ -59,7 +59,7 @@ class Tokenizer:
     def from_folder(cls, folder: Path | str) -> "Tokenizer":
         """Return the tokenizer of a model folder or GGUF file. Raises ConfigError for none, or an unreadable one."""
         folder = Path(folder)
-        if is_gguf(folder):
+        if has_gguf_suffix(folder):
             return _from_gguf(folder)
         config = _read_json(folder / "tokenizer_config.json")
         backend = _load_backend(folder)
@@ -79,7 +79,7 @@ class Tokenizer:
         return array("i", self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     @property
-    def tenant(self) -> str:
+    def tenant_name(self) -> str:
         """The tenant whose requests it is for, "" for all."""
         return ""
 
@@ -88,7 +88,7 @@ class Tokenizer:
         """A digest of all its settings; "": it takes no token ids beside a text."""
         return ""
 
-    def with_known_tokens(self, token_ids: "array[int]") -> "Tokenizer":
+    def with_precomputed_tokens(self, token_ids: "array[int]") -> "Tokenizer":
         """Return the tokenizer for a text of which these may be the token ids."""
         return self
 
@@ -136,7 +136,7 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             options=options or {},
             tools=tools,
-            tenant=self.tenant,
+            tenant=self.tenant_name,
         )
 
     def content_forms(self) -> ContentForms:
@@ -154,12 +154,12 @@ class Tokenizer:
 def _from_gguf(path: Path) -> Tokenizer:
     file = read_gguf(path)
     try:
-        backend = tokenizers.Tokenizer.from_str(json.dumps(gguf_tokenizer(file), ensure_ascii=False))
+        backend = tokenizers.Tokenizer.from_str(json.dumps(gguf_tokenizer_json(file), ensure_ascii=False))
     except ConfigError:
         raise
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"the tokenizer of {path.name!r} cannot be read: {error}") from error
-    packaged = find_packaged_model(path)
+    packaged = packaged_model_of_file(path)
     return Tokenizer(
         backend,
         named_tokens=special_tokens_by_name(file),
@@ -265,7 +265,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 def _max_token_chars(backend: tokenizers.Tokenizer, vocabulary: "Vocabulary") -> int:
     """Return the maximum characters per token; 0 if unbounded (runs of unknown characters, removed spaces)."""
-    tidied = any(part["type"] != "NFC" for part in flatten_component(backend.normalizer))
+    tidied = any(part["type"] != "NFC" for part in flattened_settings(backend.normalizer))
     stripping = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
     if tidied or stripping or not vocabulary.byte_level:
         return 0
@@ -278,7 +278,7 @@ class Vocabulary:
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
-        kinds = [part["type"] for part in flatten_component(backend.decoder)]
+        kinds = [part["type"] for part in flattened_settings(backend.decoder)]
         self.byte_level = kinds == ["ByteLevel"]
         self.byte_fallback = "ByteFallback" in kinds
         added = backend.get_added_tokens_decoder()
@@ -294,7 +294,7 @@ class Vocabulary:
             self._bytes[token_id] = written
         return written
 
-    def written(self, token_ids: Collection[int]) -> bytes:
+    def decode_bytes(self, token_ids: Collection[int]) -> bytes:
         """Return the bytes of many tokens, each below the size of the vocabulary, as `token_bytes` does."""
         for token_id in {*token_ids} - self._bytes.keys():
             self.token_bytes(token_id)
@@ -322,7 +322,7 @@ class Vocabulary:
         return decoder.decode([probe, token]).removeprefix(probe).encode()
 
 
-def flatten_component(component: Any) -> list[dict[str, Any]]:
+def flattened_settings(component: Any) -> list[dict[str, Any]]:
     """Return the settings of a decoder or normalizer of the library, with sequences flattened; [] for None."""
     return [] if component is None else list(_flat(json.loads(component.__getstate__())))
 

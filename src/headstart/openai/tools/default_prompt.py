@@ -31,7 +31,7 @@ def messages_with_tools(
     return [{"role": "system", "content": text}, *messages]
 
 
-def messages_without_calls(messages: Sequence[Mapping[str, Any]], family: ToolCallFormat) -> list[dict[str, Any]]:
+def convert_calls_to_text(messages: Sequence[Mapping[str, Any]], family: ToolCallFormat) -> list[dict[str, Any]]:
     """Return the conversation with calls and tool messages as text, for a template that knows neither."""
     return [_plain(message, family) for message in messages]
 

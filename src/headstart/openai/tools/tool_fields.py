@@ -1,6 +1,6 @@
 """The fields of a request about tools and reasoning: `tools`, `tool_choice`, `parallel_tool_calls`, `reasoning_effort`.
 
-`tools` is checked by hand, since its schemas are passed on as they are. Rules between the fields: `read_tool_params`.
+`tools` is checked by hand, since its schemas are passed on as they are. Rules between the fields: `make_tool_params`.
 """
 
 import re
@@ -16,8 +16,8 @@ from headstart.openai.chat.template_forms import UNDESCRIBED_TOOL
 from headstart.openai.forms.treatments import ApiName, NameKind, NameTreatment, find_treatment
 from headstart.openai.request_model import RequestModel, custom_validator
 from headstart.openai.value_checks import (
+    check_encodable_text,
     check_list,
-    check_text,
     missing_parameter_error,
     raise_invalid_value,
     raise_unsupported,
@@ -127,7 +127,7 @@ def _is_skipped(index: int, tool: object, bounds: RequestBounds) -> bool:
     row = find_treatment(ApiName.CHAT, NameKind.TOOL, kind)
     if row is not None and row.treatment is NameTreatment.REFUSED:
         raise_unsupported(f"tools[{index}]", row.note)
-    bounds.skip(NameKind.TOOL, kind)
+    bounds.note_skipped(NameKind.TOOL, kind)
     return True
 
 
@@ -170,7 +170,7 @@ def _tool(name: str, value: object, bounds: RequestBounds) -> Tool:
             raise_invalid_value(
                 f"{name}.function.description", f"is {safe_repr(function['description'])}", "it must be a string"
             )
-        definition["description"] = check_text("tools", function["description"])
+        definition["description"] = check_encodable_text("tools", function["description"])
     elif not bounds.content_forms().shows_probe(UNDESCRIBED_TOOL):
         definition["description"] = ""
     if function.get("parameters") is not None or not bounds.content_forms().takes_no_parameters:
@@ -186,13 +186,13 @@ def _check_texts(value: object) -> None:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise_invalid_value("tools", f"has the key {safe_repr(key)}", "keys must be strings")
-            check_text("tools", key)
+            check_encodable_text("tools", key)
             _check_texts(item)
     elif isinstance(value, list | tuple):
         for item in value:
             _check_texts(item)
     elif isinstance(value, str):
-        check_text("tools", value)
+        check_encodable_text("tools", value)
     elif not isinstance(value, bool | int | float | None) or (isinstance(value, float) and value - value != 0):
         raise_invalid_value("tools", f"contains {safe_repr(value)}", "send plain JSON")
 
@@ -237,7 +237,7 @@ def read_reasoning_effort(
     """Return an effort; None, and `name` is noted as skipped, for one that is newer than this server."""
     if isinstance(value, str) and value in known:
         return value
-    bounds.skip(NameKind.FIELD, name)
+    bounds.note_skipped(NameKind.FIELD, name)
     return None
 
 
@@ -247,7 +247,7 @@ Effort = Annotated[
 ]
 
 
-def read_tool_params(tools: tuple[Tool, ...], choice: ToolChoice | None, parallel: bool) -> ToolParams | None:
+def make_tool_params(tools: tuple[Tool, ...], choice: ToolChoice | None, parallel: bool) -> ToolParams | None:
     """Return the tools of a request, None without any. Raises InvalidRequestError for a choice that cannot be kept."""
     if not tools:
         if choice is not None and choice.mode == "required":

@@ -24,7 +24,7 @@ from headstart.openai.tools.call_grammar import (
     unwritable_arguments_error,
     with_definitions,
 )
-from headstart.openai.tools.parsers.argument_types import STRING, ArgumentTypes, json_type_of, resolve_reference
+from headstart.openai.tools.parsers.argument_types import STRING, ToolArgumentTypes, json_type_of, resolve_reference
 from headstart.openai.tools.parsers.xml_calls import CALL_MARKERS, GLM45_FORM, QWEN3_CODER_FORM, XmlCallFormat
 from headstart.openai.tools.tool_fields import Tool, ToolParams
 
@@ -165,7 +165,7 @@ class _Reader:
 
     def __init__(self, tool: Tool, root: Mapping[str, Any], name: str) -> None:
         self._tool, self._root, self._name = tool, root, name
-        self._types = ArgumentTypes(root)
+        self._types = ToolArgumentTypes(root)
 
     def values(self, schema: Any) -> _Values:
         """Return the texts of the argument. Raises InvalidRequestError."""

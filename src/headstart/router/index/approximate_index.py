@@ -94,7 +94,7 @@ class ApproximateIndex:
         return self._max_blocks
 
     @property
-    def num_blocks(self) -> int:
+    def num_cache_blocks(self) -> int:
         """Estimated number of blocks of the cache."""
         return self.capacity
 
@@ -103,9 +103,9 @@ class ApproximateIndex:
         """Blocks that requests in flight neither hold nor wait for; below 0: so many are waited for; inf: not known."""
         return self.capacity - self._blocks.num_held - self._num_missing if self._is_sized else inf
 
-    def free(self, num: int) -> int:
+    def dismantle_some(self, num: int) -> int:
         """Free up to `num` entries of former pools; return the number freed, 0 when nothing is left."""
-        return self._discards.free(num)
+        return self._discards.dismantle_some(num)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -132,29 +132,29 @@ class ApproximateIndex:
         sizes = {"capacity": self.capacity, "flushes": self.num_flushes, "blocks": len(self), "trims": self.num_trims}
         return {"mode": "guessed", **sizes}
 
-    def match(self, block_hashes: list[BlockHash], now: float = 0.0, near: int = 0) -> int:
+    def num_cached_prefix_blocks(self, block_hashes: list[BlockHash], now: float = 0.0, near: int = 0) -> int:
         """Return the number of leading blocks predicted to be cached. Changes nothing."""
-        return self._blocks.match(block_hashes, near)
+        return self._blocks.num_cached_prefix_blocks(block_hashes, near)
 
     def record_sent(self, block_hashes: list[BlockHash], now: float = 0.0) -> Reservation:
         """Reserve the blocks of a request against eviction; add new ones if `at_pick`."""
         if self._discards:
-            self._discards.free(FREED)
-        reservation = Reservation(block_hashes, self.match(block_hashes))
+            self._discards.dismantle_some(FREED)
+        reservation = Reservation(block_hashes, self.num_cached_prefix_blocks(block_hashes))
         reservation.epoch = self._epoch
         reservation.num_losses = self._num_losses
         if reservation.hit < len(block_hashes):
             block_hash = block_hashes[reservation.hit]
             reservation.evicted = block_hash in self._unplaced or self._blocks.was_evicted(block_hash)
             if self._flushed is not None:
-                reservation.doubtful = self._flushed.pool.is_idle_since(block_hash, self._flushed.serial)
+                reservation.doubtful = self._flushed.pool.is_idle_used_since(block_hash, self._flushed.serial)
         self._blocks.acquire(reservation, reservation.hit)
         reservation.sure = self._blocks.num_computed_blocks(reservation)
         if self.at_pick:
             self._extend(reservation, unsure=1)
         return reservation
 
-    def record_computed(self, reservation: Reservation, now: float = 0.0) -> None:
+    def record_prefilled(self, reservation: Reservation, now: float = 0.0) -> None:
         """Add the blocks of the computed prompt."""
         if not self._is_open(reservation):
             return
@@ -166,7 +166,7 @@ class ApproximateIndex:
         """Add the blocks of prompt and output, which may be evicted from now on."""
         if not self._is_open(reservation):
             return
-        self.record_computed(reservation)
+        self.record_prefilled(reservation)
         reservation.block_hashes = block_hashes
         self._extend(reservation, unsure=0)
         self._release(reservation)
@@ -194,19 +194,19 @@ class ApproximateIndex:
         elif num_blocks > reservation.hit and reservation.evicted:
             self._kept(num_blocks - reservation.hit, reservation.block_hashes[reservation.hit] in self._unplaced)
 
-    def eviction_loss(self, num_blocks: int) -> float:
+    def expected_lost_blocks(self, num_blocks: int) -> float:
         """Return how many blocks evicted for `num_blocks` new ones should be requested again. Changes nothing."""
-        return self._blocks.eviction_loss(num_blocks)
+        return self._blocks.expected_lost_blocks(num_blocks)
 
-    def count_held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_held_and_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         """Return the blocks that requests in flight use, and how many leading ones of `block_hashes` are among them."""
-        return self._blocks.count_held(block_hashes)
+        return self._blocks.count_held_and_prefix(block_hashes)
 
     def clear(self) -> None:
         """Empty the index, as after a restart. Blocks of requests in flight are added when they are answered."""
         self._forget_flush()
         capacity = self.capacity
-        self._discards.add(*self._blocks.tables)
+        self._discards.add(*self._blocks.discardable_parts)
         self._epoch += 1
         self._start(capacity)
 
@@ -241,13 +241,13 @@ class ApproximateIndex:
         before = len(reservation.blocks)
         if before == len(reservation.block_hashes) and not reservation.missing:
             return
-        self._blocks.extend(reservation, unsure)
+        self._blocks.add_missing_blocks(reservation, unsure)
         if self._discards:
-            self._discards.free(FREED_PER_BLOCK * (len(reservation.blocks) - before))
+            self._discards.dismantle_some(FREED_PER_BLOCK * (len(reservation.blocks) - before))
         num, block_hashes = len(reservation.blocks), reservation.block_hashes
         self._miss(reservation, len(block_hashes) - num)
         if num:
-            self.first_blocks.record_added(block_hashes[0], self.number)
+            self.first_blocks.add_holder(block_hashes[0], self.number)
         if num < len(block_hashes):
             self._unplaced[block_hashes[num]] = None
             if len(self._unplaced) > MAX_UNPLACED:
@@ -291,7 +291,7 @@ class ApproximateIndex:
         self._forget_flush()
         self._turn(-1)
         most = self._reach * (reservation.hit - index)
-        self._blocks.drop(min(gone, most))
+        self._blocks.evict(min(gone, most))
         less = int(self._step * (self.capacity - num_kept))
         less = min(less, most) if self._is_sized else less
         self._blocks.resize(min(max(self.capacity - less, MIN_BLOCKS), self._max_blocks))
@@ -305,7 +305,7 @@ class ApproximateIndex:
         self.num_flushes += 1
         self._num_missing = 0
         former = self._blocks
-        self._lost_until = former.now
+        self._lost_until = former.use_count
         self._epoch += 1
         self._flushed = FlushedPool(former, serial, num_younger)
         self._renew(former.capacity, former)
@@ -313,7 +313,7 @@ class ApproximateIndex:
     def _forget_flush(self) -> None:
         """Drop the record of the last reset, which is no longer in doubt."""
         if self._flushed is not None:
-            self._discards.add(*self._flushed.pool.tables)
+            self._discards.add(*self._flushed.pool.discardable_parts)
             self._flushed = None
 
     def _settle(self, flushed: FlushedPool, is_there: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 class IncrementallyFreed(Protocol):
     """A pool that can be freed in slices."""
 
-    def free_some_entries(self, num: int) -> int:
+    def dismantle_some(self, num: int) -> int:
         """Free up to about `num` entries; return the number freed, 0 when nothing is left."""
         ...
 
@@ -33,7 +33,7 @@ class Discards:
         """Add objects to be freed."""
         self._items += items
 
-    def free(self, num: int) -> int:
+    def dismantle_some(self, num: int) -> int:
         """Free up to `num` entries; return the number freed, 0 when nothing is left."""
         freed = 0
         while self._items and freed < num:
@@ -46,7 +46,7 @@ class Discards:
 
 def _shrink(item: Discard, num: int) -> int:
     if not isinstance(item, (dict, list)):
-        return item.free_some_entries(num)
+        return item.dismantle_some(num)
     count = min(num, len(item))
     if isinstance(item, list):
         del item[len(item) - count :]

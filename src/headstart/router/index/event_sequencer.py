@@ -41,7 +41,7 @@ class EventSequencer:
         return self._next if self._waiting else None
 
     @property
-    def position(self) -> int:
+    def next_batch_number(self) -> int:
         """The next expected number; 0 before the first.
 
         A replay is best requested from the number before it: that batch shows whether the publisher is still the same.

@@ -51,13 +51,13 @@ class FirstBlockTable:
         self._indexes[self._count] = index
         self._count += 1
         for block_hash in former._holders:  # noqa: SLF001
-            self.record_added(block_hash, index.number)
+            self.add_holder(block_hash, index.number)
 
     def possible_holders(self, block_hashes: list[BlockHash]) -> Set[int]:
         """Return the numbers of the indexes that may hold the first of these blocks, and perhaps more of them."""
         return self._holders.get(block_hashes[0], NONE) if block_hashes else NONE
 
-    def record_added(self, block_hash: BlockHash, number: int) -> None:
+    def add_holder(self, block_hash: BlockHash, number: int) -> None:
         """Record that an index holds a first block."""
         holders = self._holders.get(block_hash)
         if holders is None:

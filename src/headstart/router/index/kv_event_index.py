@@ -17,7 +17,7 @@ from math import inf
 from typing import Any
 
 from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from headstart.core.cache.hashing import BlockHash, extend_block_hashes, private_root_hash
+from headstart.core.cache.hashing import BlockHash, extend_block_hashes, private_parent_hash
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.discards import Discards
 from headstart.router.index.first_blocks import UNLISTED, FirstBlockTable
@@ -73,9 +73,9 @@ class KVEventIndex:
         return self.silence >= SILENCE
 
     @property
-    def num_blocks(self) -> int:
+    def num_cache_blocks(self) -> int:
         """Number of blocks of the cache, by the approximate index; of the events without one."""
-        return len(self) if self.guess is None else self.guess.num_blocks
+        return len(self) if self.guess is None else self.guess.num_cache_blocks
 
     @property
     def num_unclaimed_blocks(self) -> float:
@@ -94,7 +94,7 @@ class KVEventIndex:
         """Return its mode and size as plain values, and the counts of events."""
         return {"mode": "events", "blocks": len(self), "counts": dict(self.counts)}
 
-    def match(self, block_hashes: list[BlockHash], now: float, near: int = 0) -> int:
+    def num_cached_prefix_blocks(self, block_hashes: list[BlockHash], now: float, near: int = 0) -> int:
         """Return the number of leading blocks that are cached, or expected since they were just sent."""
         known, speculative = self._match_events(block_hashes), self._speculative
         if not speculative or known == len(block_hashes):
@@ -109,27 +109,27 @@ class KVEventIndex:
     def record_sent(self, block_hashes: list[BlockHash], now: float) -> Reservation:
         """Count the request's blocks as cached until their events come."""
         if self._discards:
-            self._discards.free(FREED_PER_REQUEST)
-        reservation = Reservation(block_hashes, self.match(block_hashes, now))
+            self._discards.dismantle_some(FREED_PER_REQUEST)
+        reservation = Reservation(block_hashes, self.num_cached_prefix_blocks(block_hashes, now))
         reservation.sure = self._match_events(block_hashes)
         speculative = self._speculative
         for block_hash in block_hashes[reservation.hit :]:
             speculative[block_hash] = now + SPECULATION
         if block_hashes:
-            self.first_blocks.record_added(block_hashes[0], self.number)
+            self.first_blocks.add_holder(block_hashes[0], self.number)
         while len(speculative) > MAX_SPECULATIVE or (speculative and next(iter(speculative.values())) <= now):
             speculative.popitem(last=False)
         if self.guess is not None:
             reservation.guess = self.guess.record_sent(block_hashes, now)
         return reservation
 
-    def record_computed(self, reservation: Reservation, now: float) -> None:
+    def record_prefilled(self, reservation: Reservation, now: float) -> None:
         """Expect its events soon."""
         for block_hash in reservation.block_hashes[reservation.hit :]:
             if block_hash in self._speculative:
                 self._speculative[block_hash] = now + SPECULATION_COMPUTED
         if self.guess is not None and reservation.guess is not None:
-            self.guess.record_computed(reservation.guess, now)
+            self.guess.record_prefilled(reservation.guess, now)
 
     def record_finished(self, reservation: Reservation, block_hashes: list[BlockHash], now: float) -> None:
         """Count the request as silent; usable events reset that count."""
@@ -149,23 +149,23 @@ class KVEventIndex:
         if self.guess is not None and reservation.guess is not None:
             self.guess.on_hit_reported(reservation.guess, num_blocks, now)
 
-    def eviction_loss(self, num_blocks: int) -> float:
+    def expected_lost_blocks(self, num_blocks: int) -> float:
         """Return the loss of the approximate index; 0 without one."""
-        return 0.0 if self.guess is None else self.guess.eviction_loss(num_blocks)
+        return 0.0 if self.guess is None else self.guess.expected_lost_blocks(num_blocks)
 
-    def count_held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_held_and_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         """Return the blocks that requests in flight use, by the approximate index; none without one."""
-        return (0, 0) if self.guess is None else self.guess.count_held(block_hashes)
+        return (0, 0) if self.guess is None else self.guess.count_held_and_prefix(block_hashes)
 
     def clear(self) -> None:
         """Drop everything: the engine was restarted, or events are lost. Memory is freed later."""
         self._discards.add(self._handles, self._copies, self._uses, self._before, self._after, self._speculative)
         self._empty()
 
-    def free(self, num: int) -> int:
+    def dismantle_some(self, num: int) -> int:
         """Free up to `num` entries of former tables and of `guess`; return the number freed, 0 when nothing is left."""
-        freed = self._discards.free(num)
-        return freed + (self.guess.free(num - freed) if self.guess is not None and freed < num else 0)
+        freed = self._discards.dismantle_some(num)
+        return freed + (self.guess.dismantle_some(num - freed) if self.guess is not None and freed < num else 0)
 
     def _empty(self) -> None:
         self._handles: dict[bytes, BlockHash] = {}
@@ -182,7 +182,7 @@ class KVEventIndex:
         """Apply events in their order."""
         for event in events:
             if self._discards:
-                self._discards.free(FREED)
+                self._discards.dismantle_some(FREED)
             match event:
                 case BlockStored():
                     self._stored(event)
@@ -252,7 +252,7 @@ class KVEventIndex:
         """Return the parent hash of an event's first block."""
         if before is None:
             return self._root(event.adapter, event.domain)
-        return private_root_hash(before, event.domain) if event.domain else before
+        return private_parent_hash(before, event.domain) if event.domain else before
 
     def _copied(self, event: BlockStored) -> None:
         """Count further copies of known blocks."""
@@ -279,7 +279,7 @@ class KVEventIndex:
             return
         self._before[block_hash] = before
         if before is None:
-            self.first_blocks.record_added(block_hash, self.number)
+            self.first_blocks.add_holder(block_hash, self.number)
         self._num_orphans -= self._after.get(block_hash, 0)
         if before is not None:
             self._after[before] = self._after.get(before, 0) + 1

@@ -26,7 +26,7 @@ class ModelledCache(Protocol):
     handle: int  # of compiled code that can match many pools at once; 0: it cannot
 
     @property
-    def now(self) -> int:
+    def use_count(self) -> int:
         """The number of uses so far: time as the order of eviction knows it."""
         ...
 
@@ -46,7 +46,7 @@ class ModelledCache(Protocol):
         ...
 
     @property
-    def tables(self) -> "tuple[Discard, ...]":
+    def discardable_parts(self) -> "tuple[Discard, ...]":
         """All that takes memory, to be freed in slices when the pool is replaced."""
         ...
 
@@ -57,7 +57,7 @@ class ModelledCache(Protocol):
         """Return whether the block was evicted for lack of space, as far as remembered."""
         ...
 
-    def is_idle_since(self, block_hash: BlockHash, serial: int) -> bool:
+    def is_idle_used_since(self, block_hash: BlockHash, serial: int) -> bool:
         """Return whether the block was used after `serial`, and is idle."""
         ...
 
@@ -65,15 +65,15 @@ class ModelledCache(Protocol):
         """Return how many of the blocks only one request uses."""
         ...
 
-    def match(self, block_hashes: list[BlockHash], near: int = 0) -> int:
+    def num_cached_prefix_blocks(self, block_hashes: list[BlockHash], near: int = 0) -> int:
         """Return the number of leading blocks that are in it; `near` is a guess."""
         ...
 
-    def count_held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_held_and_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         """Return the blocks that requests in flight use, and how many leading ones of `block_hashes` are among them."""
         ...
 
-    def eviction_loss(self, num_blocks: int) -> float:
+    def expected_lost_blocks(self, num_blocks: int) -> float:
         """Return how many blocks evicted for `num_blocks` new ones should be requested again. Changes nothing."""
         ...
 
@@ -89,7 +89,7 @@ class ModelledCache(Protocol):
         """Acquire published blocks up to `end` of its block hashes."""
         ...
 
-    def extend(self, reservation: Reservation, unsure: int) -> None:
+    def add_missing_blocks(self, reservation: Reservation, unsure: int) -> None:
         """Add the missing blocks of a request, head first, as many as there is space for."""
         ...
 
@@ -112,7 +112,7 @@ class ModelledCache(Protocol):
         """
         ...
 
-    def drop(self, num: int) -> None:
+    def evict(self, num: int) -> None:
         """Drop the next `num` blocks in the order of eviction."""
         ...
 
@@ -157,7 +157,7 @@ class ModelledPool:
         assert former is None or isinstance(former, ModelledPool)
         usable, size = min(MIN_GROWTH, capacity), max_blocks + 1  # block 0 of a pool is never used
         self.pool = BlockPool(usable + 1, eviction_policy=eviction_policy, history_pools=1, max_blocks=size)
-        self.now = former.now if former is not None else 0
+        self.use_count = former.use_count if former is not None else 0
         self.serials = [0] * (usable + 1)  # last time a block was surely cached; the same for all of one request
         self.unsure = bytearray(usable + 1)  # 1: sent, and not known to be computed yet; or KEPT
         self.reuse = (former.reuse if former is not None else ReuseEstimate(0, size)).for_empty_pool(usable + 1, size)
@@ -174,7 +174,7 @@ class ModelledPool:
         return block_hash in self.pool.published_hashes
 
     @property
-    def tables(self) -> tuple[Discard, ...]:
+    def discardable_parts(self) -> tuple[Discard, ...]:
         return self.pool, self.serials, *self.reuse.tables
 
     @property
@@ -193,14 +193,14 @@ class ModelledPool:
         evicted = self.pool.find_eviction(block_hash)
         return evicted is not None and evicted.cause == "capacity"
 
-    def is_idle_since(self, block_hash: BlockHash, serial: int) -> bool:
+    def is_idle_used_since(self, block_hash: BlockHash, serial: int) -> bool:
         entry = self.pool.published_entry(block_hash)
         return entry is not None and not self.pool.ref_count(entry[0]) and self.serials[entry[0]] > serial
 
     def num_exclusive_blocks(self, blocks: Sequence[int]) -> int:
         return list(map(self.pool.ref_count, blocks)).count(1)
 
-    def match(self, block_hashes: list[BlockHash], near: int = 0) -> int:
+    def num_cached_prefix_blocks(self, block_hashes: list[BlockHash], near: int = 0) -> int:
         published, num = self.pool.published_hashes, len(block_hashes)
         low, high = 0, num
         if 0 < near <= num:
@@ -226,7 +226,7 @@ class ModelledPool:
                 high = middle
         return low
 
-    def count_held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_held_and_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         pool, low, high = self.pool, 0, len(block_hashes)
         while low < high:
             middle = (low + high) // 2
@@ -237,14 +237,14 @@ class ModelledPool:
                 high = middle
         return self.num_held, low
 
-    def eviction_loss(self, num_blocks: int) -> float:
+    def expected_lost_blocks(self, num_blocks: int) -> float:
         pool = self.pool
         num = min(num_blocks - pool.num_scratch - self._num_ungrown, self.num_idle)
         if num <= 0:
             return 0.0
         looked_at = min(num, LOOKED_AT)
         if self._worth is None or len(self._worth) < looked_at:
-            chance, serials, now = self.reuse.reuse_probability, self.serials, self.now
+            chance, serials, now = self.reuse.reuse_probability, self.serials, self.use_count
             next_ones = islice(pool.iterate_in_eviction_order(), looked_at)
             self._worth = list(accumulate(chance(block, serials[block], now) for block in next_ones))
         return self._worth[looked_at - 1] * num / looked_at
@@ -271,14 +271,14 @@ class ModelledPool:
         reservation.serials += map(self.serials.__getitem__, blocks)
         pool.acquire(blocks)
         self._worth = None
-        self.reuse.used(blocks)
+        self.reuse.record_used(blocks)
         reservation.blocks += blocks
 
-    def extend(self, reservation: Reservation, unsure: int) -> None:
+    def add_missing_blocks(self, reservation: Reservation, unsure: int) -> None:
         pool, block_hashes = self.pool, reservation.block_hashes
         if len(reservation.blocks) == len(block_hashes):
             return
-        self.acquire(reservation, self.match(block_hashes))
+        self.acquire(reservation, self.num_cached_prefix_blocks(block_hashes))
         start = len(reservation.blocks)
         wanted = len(block_hashes) - start
         if wanted > pool.num_scratch and self._num_ungrown:
@@ -289,7 +289,7 @@ class ModelledPool:
             pool.publish(block, block_hash, parent, b"")
             self.unsure[block] = unsure
             parent = block_hash
-        self.reuse.record_added(blocks, self.now)
+        self.reuse.record_added(blocks, self.use_count)
         reservation.blocks += blocks
 
     def record_computed(self, blocks: Sequence[int]) -> None:
@@ -297,10 +297,10 @@ class ModelledPool:
             self.unsure[block] = 0
 
     def mark_used(self, blocks: Sequence[int]) -> None:
-        self.now += 1
+        self.use_count += 1
         self._worth = None
         for block in blocks:
-            self.serials[block] = self.now
+            self.serials[block] = self.use_count
 
     def release(self, blocks: Sequence[int]) -> None:
         self.mark_used(blocks)
@@ -316,7 +316,7 @@ class ModelledPool:
         if unsure:
             pool.discard_corrupt(unsure)
 
-    def drop(self, num: int) -> None:
+    def evict(self, num: int) -> None:
         pool = self.pool
         pool.release(pool.allocate(pool.num_scratch + num))
         self._worth = None
@@ -396,7 +396,7 @@ class ReuseEstimate:
             self._num_new //= 2
             self._num_reused //= 2
 
-    def used(self, blocks: list[int]) -> None:
+    def record_used(self, blocks: list[int]) -> None:
         """Record a further use of blocks."""
         uses = self._uses
         for block in blocks:

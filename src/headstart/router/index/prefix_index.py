@@ -44,7 +44,7 @@ class PrefixIndex(Protocol):
         """Return whether the block is predicted to be there."""
         ...
 
-    def match(self, block_hashes: list[BlockHash], now: float, near: int = 0) -> int:
+    def num_cached_prefix_blocks(self, block_hashes: list[BlockHash], now: float, near: int = 0) -> int:
         """Return the number of leading blocks predicted to be cached. Has no visible effect.
 
         `near` is a guess, which makes it faster if it is right: other replicas often have as many.
@@ -55,7 +55,7 @@ class PrefixIndex(Protocol):
         """Record a request sent to the replica."""
         ...
 
-    def record_computed(self, reservation: Reservation, now: float) -> None:
+    def record_prefilled(self, reservation: Reservation, now: float) -> None:
         """Record its first token: its prompt is computed."""
         ...
 
@@ -74,11 +74,11 @@ class PrefixIndex(Protocol):
         """Record the reported number of its leading blocks that were cached."""
         ...
 
-    def eviction_loss(self, num_blocks: int) -> float:
+    def expected_lost_blocks(self, num_blocks: int) -> float:
         """Return how many blocks evicted for `num_blocks` new ones should be requested again. Changes nothing."""
         ...
 
-    def count_held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_held_and_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         """Return the blocks that requests in flight use, and how many leading ones of `block_hashes` are among them."""
         ...
 
@@ -88,7 +88,7 @@ class PrefixIndex(Protocol):
         ...
 
     @property
-    def num_blocks(self) -> int:
+    def num_cache_blocks(self) -> int:
         """Number of blocks of the cache, as far as known."""
         ...
 

@@ -48,7 +48,7 @@ class _Evictions:
         return found
 
 
-class PromptBeginning(NamedTuple):
+class CountedPrompt(NamedTuple):
     """One prompt: the hashes of its beginnings, its tokens, and those cached at the replica that has most of it."""
 
     hashes: list[BlockHash]
@@ -56,7 +56,7 @@ class PromptBeginning(NamedTuple):
     hit_tokens: int
 
 
-class BeginningCounts:
+class PromptCounts:
     """Requests: their tokens, those cached somewhere, how many have a beginning, and how many of these are longer."""
 
     def __init__(self) -> None:
@@ -69,12 +69,12 @@ class PromptBeginnings:
     """Prompts that begin alike among the last requests, by the hashes of their first 1, 2, 4, 8, ... blocks."""
 
     def __init__(self) -> None:
-        self._now, self._before = BeginningCounts(), BeginningCounts()
+        self._now, self._before = PromptCounts(), PromptCounts()
 
-    def add(self, prompt: PromptBeginning) -> None:
+    def add(self, prompt: CountedPrompt) -> None:
         """Count one request."""
         if self._now.requests == COUNTED:
-            self._now, self._before = BeginningCounts(), self._now
+            self._now, self._before = PromptCounts(), self._now
         now = self._now
         now.requests += 1
         now.tokens += prompt.tokens
@@ -85,12 +85,12 @@ class PromptBeginnings:
             now.continued[one] = now.continued.get(one, 0) + 1
 
     @property
-    def hit_share(self) -> float:
+    def hit_token_share(self) -> float:
         """Share of the tokens that were cached at the replica with most of a prompt, 0..1."""
         now, before = self._now, self._before
         return (now.hit_tokens + before.hit_tokens) / max(now.tokens + before.tokens, 1)
 
-    def key(self, hashes: list[BlockHash], num_replicas: int) -> BlockHash:
+    def affinity_key(self, hashes: list[BlockHash], num_replicas: int) -> BlockHash:
         """Return the beginning by which a prompt has a home. Each of several routers counts about the same.
 
         The shortest one, unless more requests begin like that than one replica's share, and one: then the next one
@@ -117,17 +117,17 @@ class LeastCostPolicy:
         self.slack = slack
         self._beginnings = PromptBeginnings()
 
-    def choose(self, view: PolicyInput) -> RankedCandidates:
+    def rank(self, view: PolicyInput) -> RankedCandidates:
         """Rank by cost; of the replicas about as good as the best, the one with the highest key weight is first."""
-        choose = self.choose_by_scalars if len(view.candidates) <= FEW else self.choose_by_arrays
+        choose = self.rank_by_scalars if len(view.candidates) <= FEW else self.rank_by_arrays
         if not view.candidates.endpoints[0].load.learner.others.share:
             return choose(view)
-        begun = PromptBeginning(_beginnings_of(view), view.prompt_tokens, max(view.candidates.hit_tokens))
+        begun = CountedPrompt(_beginnings_of(view), view.prompt_tokens, max(view.candidates.hit_tokens))
         return choose(self._with_others(view, begun.hashes))._replace(memo=begun)
 
     def record_pick(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Count how the prompt begins, if there are other routers."""
-        if isinstance(choice.memo, PromptBeginning):
+        if isinstance(choice.memo, CountedPrompt):
             self._beginnings.add(choice.memo)
 
     def _with_others(self, view: PolicyInput, hashes: list[BlockHash]) -> PolicyInput:
@@ -139,23 +139,23 @@ class LeastCostPolicy:
         endpoints, hits = view.candidates.endpoints, view.candidates.hit_tokens
         if not hashes:
             return view
-        key = self._beginnings.key(hashes, len(endpoints))
+        key = self._beginnings.affinity_key(hashes, len(endpoints))
         home = int(rendezvous_weights(key, [endpoint.digest for endpoint in endpoints]).argmax())
         index = endpoints[home].index
         if index.prompt_based_index is not index:
             return view
-        more = int(self._beginnings.hit_share * (view.prompt_tokens - 1 - hits[home]))
+        more = int(self._beginnings.hit_token_share * (view.prompt_tokens - 1 - hits[home]))
         expected = [*hits[:home], hits[home] + more, *hits[home + 1 :]]
         return view._replace(candidates=Candidates(endpoints, view.candidates.hit_blocks, expected))
 
-    def choose_by_scalars(self, view: PolicyInput) -> RankedCandidates:
+    def rank_by_scalars(self, view: PolicyInput) -> RankedCandidates:
         """Choose by plain numbers, which are cheaper than arrays for few candidates."""
         tokens, now, hit_tokens = view.prompt_tokens, view.now, view.candidates.hit_tokens
         pairs = zip(view.candidates.endpoints, hit_tokens, strict=True)
         costs = [cost_at_one(endpoint, tokens, hit, now) for endpoint, hit in pairs]
         fewest = min([cost.requests for cost in costs])
         stalls = [cost.stall(fewest) for cost in costs]
-        prices = [cost.price + stall for cost, stall in zip(costs, stalls, strict=True)]
+        prices = [cost.cost_without_evictions + stall for cost, stall in zip(costs, stalls, strict=True)]
         copies = _copies(view, hit_tokens.index(max(hit_tokens)))
         if copies is not None:
             prices = [price + copy for price, copy in zip(prices, copies, strict=True)]
@@ -176,12 +176,12 @@ class LeastCostPolicy:
         first = _placed(view, equals, best, slack, evictions)
         return _choice(view, _order(prices), prices, first, best)
 
-    def choose_by_arrays(self, view: PolicyInput) -> RankedCandidates:
+    def rank_by_arrays(self, view: PolicyInput) -> RankedCandidates:
         """Choose by arrays, which are cheaper for many candidates. The choice is the same."""
         hits = np.array(view.candidates.hit_tokens, dtype=np.float64)
         costs = cost_at_each(view.candidates.endpoints, view.prompt_tokens, hits, view.now)
         stalls = costs.stall(costs.requests.min())
-        prices, copies = costs.price + stalls, _copies(view, int(hits.argmax()))
+        prices, copies = costs.cost_without_evictions + stalls, _copies(view, int(hits.argmax()))
         if copies is not None:
             prices += np.array(copies)
         evictions = _Evictions(view)

@@ -94,7 +94,7 @@ class Policy(Protocol):
 
     name: str
 
-    def choose(self, view: PolicyInput) -> RankedCandidates:
+    def rank(self, view: PolicyInput) -> RankedCandidates:
         """Rank all candidates of a view; there is at least one."""
         ...
 

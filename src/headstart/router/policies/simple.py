@@ -13,7 +13,7 @@ class RoundRobinPolicy:
         self._count = 0
         self._asked: dict[str, int] = {}
 
-    def choose(self, view: PolicyInput) -> RankedCandidates:
+    def rank(self, view: PolicyInput) -> RankedCandidates:
         """Rank by the last use of each replica."""
         ranked = sorted(view.candidates, key=lambda candidate: self._asked.get(candidate.name, 0))
         scores = tuple(float(self._asked.get(candidate.name, 0)) for candidate in ranked)
@@ -34,7 +34,7 @@ class LeastLoadPolicy(Policy):
 
     name = "least-load"
 
-    def choose(self, view: PolicyInput) -> RankedCandidates:
+    def rank(self, view: PolicyInput) -> RankedCandidates:
         """Rank by the number of requests."""
         return _by_load(view, "fewest requests")
 
@@ -53,7 +53,7 @@ class PrefixThresholdPolicy(Policy):
         self.balance_abs = balance_abs
         self.balance_rel = balance_rel
 
-    def choose(self, view: PolicyInput) -> RankedCandidates:
+    def rank(self, view: PolicyInput) -> RankedCandidates:
         """Rank by match or by load."""
         loads = [candidate.endpoint.num_requests(view.now) for candidate in view.candidates]
         least, most = min(loads), max(loads)
@@ -74,7 +74,7 @@ class LeastTokensPolicy(Policy):
 
     name = "work"
 
-    def choose(self, view: PolicyInput) -> RankedCandidates:
+    def rank(self, view: PolicyInput) -> RankedCandidates:
         """Rank by tokens to compute."""
         numbers = [float(c.endpoint.load.pending_tokens + uncached_tokens(view, c)) for c in view.candidates]
         return rank_by_number(view, numbers, "least uncached tokens")

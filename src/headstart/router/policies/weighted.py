@@ -37,7 +37,7 @@ class WeightedPolicy:
         self._terms: list[Term] = [(weight, SCORERS[name]()) for name, weight in weights.items()]
         self._rng = rng
 
-    def choose(self, view: PolicyInput) -> RankedCandidates:
+    def rank(self, view: PolicyInput) -> RankedCandidates:
         """Rank by the weighted sum of scores; the memo holds that of each scorer."""
         sums, memos = [0.0] * len(view.candidates), list[object]()
         for factor, scorer in self._terms:

@@ -81,15 +81,15 @@ class AnswerDiagnosis:
             earlier = None if memory is None else memory.find(origin.tenant, [compared_id])[0]
             self.comparison = compare_prompts(compared_id, earlier, self._shape, self._token_ids)
 
-    def found(self, num_cached: int, num_evicted: int) -> CacheDiagnosis | None:
+    def cache_diagnosis(self, num_cached: int, num_evicted: int) -> CacheDiagnosis | None:
         """Return the diagnosis, given the tokens of the prompt that were cached or evicted; None: not requested."""
         if self.comparison is None:
             return None
         return CacheDiagnosis(self.comparison, self.block_size, num_cached, num_evicted)
 
-    def own(self, diagnosis: CacheDiagnosis) -> Json:
+    def cache_diagnostics_json(self, diagnosis: CacheDiagnosis) -> Json:
         """Return `cache_diagnostics` with the field as the client has sent it."""
-        own = diagnosis.own()
+        own = diagnosis.cache_diagnostics_json()
         index = (own["field"] or "").removeprefix("messages[").removesuffix("]")
         if index.isdecimal() and int(index) < len(self._names):
             own["field"] = self._names[int(index)]

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from headstart.apis.answer_schemas import ResponseSchemas
+from headstart.apis.answer_schemas import RouteResponseSchemas
 from headstart.apis.api import LINES, Api
 from headstart.apis.ollama_api import LATEST
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import Request as EngineRequest
 from headstart.http.sse import encode_named_event
 from headstart.openai.chat.chat_parts import ChatParts
-from headstart.openai.chat.chat_translation import ChatTranslation
+from headstart.openai.chat.chat_translation import TranslatedChatRequest
 from headstart.openai.engine_requests import RequestOrigin, build_chat_requests, tokenizer_for_request
 from headstart.openai.generation_params import GenerationParams
 from headstart.openai.json_pieces import encode_json
@@ -125,7 +125,7 @@ class ServedApi:
     num_stored_bytes: Callable[[Mapping[str, Any], str], int] | None = None
     name: str = ""
     summary: str = ""
-    answers: ResponseSchemas | None = None
+    answers: RouteResponseSchemas | None = None
     bodies: tuple[type[RequestModel], ...] = ()
 
 
@@ -139,25 +139,25 @@ class TranslatedChat(NamedTuple):
 
     @classmethod
     def of(
-        cls, chat: ChatTranslation, model: ServedModel, origin: RequestOrigin, *, shortens: bool = False
+        cls, chat: TranslatedChatRequest, model: ServedModel, origin: RequestOrigin, *, shortens: bool = False
     ) -> "TranslatedChat":
         """Return the chat; `shortens`: max_tokens is lowered to what fits. Raises InvalidRequestError."""
-        with chat.named():
-            body = chat.parse(model.bounds)
+        with chat.rename_error_fields():
+            body = chat.parse_chat_body(model.bounds)
             check_model_name(body.model, model)
             tokenizer = tokenizer_for_request(model.tokenizer, origin, body.params)
             params, requests = build_chat_requests(body, tokenizer, model.bounds, origin, shortens=shortens)
         diagnosis = make_answer_diagnosis(model, origin, params, requests[0], body.messages, chat.message_names)
         return cls(body, params, requests, diagnosis)
 
-    def request(
+    def to_api_request(
         self,
-        chat: ChatTranslation,
+        chat: TranslatedChatRequest,
         answer: Callable[[GenerationJob, AnswerIdentity], AnswerFormat],
         num_extra_bytes: int = 0,
     ) -> ApiRequest:
         """Return the client request."""
-        named = chat.without_values().named
+        named = chat.for_error_names().rename_error_fields
         return ApiRequest(
             self.params, self.requests, answer, num_extra_bytes, named, self.diagnosis, self.body.messages
         )

@@ -43,7 +43,7 @@ def _prepare(values: Mapping[str, Any], model: ServedModel, origin: RequestOrigi
             requests = [replace(request, boundary=num_marked) for request in chat.requests]
             chat = chat._replace(requests=requests)
     marks = CacheBreakpoints(num_marked, is_long=read.ttl >= _HOUR)
-    return chat.request(read.chat, partial(_format, marks, fills_context))
+    return chat.to_api_request(read.chat, partial(_format, marks, fills_context))
 
 
 def _format(marks: CacheBreakpoints, fills_context: bool, job: GenerationJob, head: AnswerIdentity) -> PartsFormat:
@@ -89,8 +89,8 @@ MESSAGES = ServedApi(
 def count_tokens_response(values: Mapping[str, Any], model: ServedModel, origin: RequestOrigin) -> Json:
     """Return the answer of /v1/messages/count_tokens. Raises InvalidRequestError."""
     read = translate_messages_body(CountTokensRequest, values, model.bounds)
-    with read.chat.named():
-        body = read.chat.parse(model.bounds)
+    with read.chat.rename_error_fields():
+        body = read.chat.parse_chat_body(model.bounds)
         check_model_name(body.model, model)
         tokenizer = tokenizer_for_request(model.tokenizer, origin, body.params)
         return {"input_tokens": len(encode_chat(body, tokenizer, model.bounds))}

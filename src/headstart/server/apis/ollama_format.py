@@ -59,15 +59,15 @@ def _format(is_chat: bool, job: GenerationJob, head: AnswerIdentity) -> PartsFor
 
 def _prepare_chat(values: Mapping[str, Any], model: ServedModel, origin: RequestOrigin) -> ApiRequest:
     chat = translate_chat_body(values, model.bounds)
-    return TranslatedChat.of(chat, model, origin, shortens=True).request(chat, partial(_format, True))
+    return TranslatedChat.of(chat, model, origin, shortens=True).to_api_request(chat, partial(_format, True))
 
 
 def _prepare_generate(values: Mapping[str, Any], model: ServedModel, origin: RequestOrigin) -> ApiRequest:
     bounds = model.bounds
     read = translate_generate_body(values, bounds)
     if not is_raw_completion(values):
-        return TranslatedChat.of(read, model, origin, shortens=True).request(read, partial(_format, False))
-    with read.named():
+        return TranslatedChat.of(read, model, origin, shortens=True).to_api_request(read, partial(_format, False))
+    with read.rename_error_fields():
         body = parse_completion(read.values, bounds)
         check_model_name(body.model, model)
         prompts = encode_completion(body, tokenizer_for_request(model.tokenizer, origin, body.params), bounds)

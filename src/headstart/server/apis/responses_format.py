@@ -12,7 +12,7 @@ from headstart.apis import answer_schemas, api_table
 from headstart.http.http_errors import HttpError, error_status_and_body
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.engine_requests import RequestOrigin
-from headstart.openai.request_json import decode_json_text
+from headstart.openai.request_json import parse_json
 from headstart.openai.responses import Json
 from headstart.openai.responses_api.call_forms import ChatTool, special_tools_by_function
 from headstart.openai.responses_api.input_items import (
@@ -38,7 +38,7 @@ from headstart.server.server_state import ServedModel
 
 
 @dataclass(frozen=True, slots=True)
-class ResponseStorage:
+class ResponseStorageContext:
     """Where a response is stored, and what is stored beside its output. `tenant`: its owner."""
 
     memory: StoredResponses
@@ -47,7 +47,7 @@ class ResponseStorage:
     previous: ConversationTurn | None
 
     @property
-    def num_bytes(self) -> int:
+    def pending_bytes(self) -> int:
         """The memory that it holds until the response is stored: the earlier turns may be removed meanwhile."""
         return len(self.items) + (0 if self.previous is None else self.previous.chain_bytes)
 
@@ -64,11 +64,11 @@ def make_responses_api(memory: StoredResponses) -> ServedApi:
         chat = TranslatedChat.of(translation, model, origin)
         last = before.last if before is not None else None
         items = msgspec.json.encode(fields.input)
-        storing = ResponseStorage(memory, origin.tenant, items, last) if fields.store else None
+        storing = ResponseStorageContext(memory, origin.tenant, items, last) if fields.store else None
         echo = echoed_request_fields(fields, chat.params.sampling)
-        num_extra_bytes = bytes_of_json_value(echo) + (0 if storing is None else storing.num_bytes)
+        num_extra_bytes = bytes_of_json_value(echo) + (0 if storing is None else storing.pending_bytes)
         form = partial(_format, echo, storing, special_tools_by_function(fields.tools))
-        return chat.request(translation, form, num_extra_bytes)
+        return chat.to_api_request(translation, form, num_extra_bytes)
 
     def num_stored_bytes(values: Mapping[str, Any], tenant: str) -> int:
         referenced = {response_id_of_item(item_id) for item_id in referenced_item_ids(values.get("input"))}
@@ -89,7 +89,11 @@ def make_responses_api(memory: StoredResponses) -> ServedApi:
 
 
 def _format(
-    echo: Json, storing: ResponseStorage | None, tools: Mapping[str, ChatTool], job: GenerationJob, head: AnswerIdentity
+    echo: Json,
+    storing: ResponseStorageContext | None,
+    tools: Mapping[str, ChatTool],
+    job: GenerationJob,
+    head: AnswerIdentity,
 ) -> PartsFormat:
     """Return the format of the answer of one job: a response object, which is stored when it is finished.
 
@@ -102,13 +106,13 @@ def _format(
     def stored(response: Json) -> Json:
         """Add the diagnostics of the prompt cache before the usage, store the response, and return it."""
         diagnosis = job.diagnosis
-        found = None if diagnosis is None else diagnosis.found(job.breakdown.num_cached, job.evicted.total())
+        found = None if diagnosis is None else diagnosis.cache_diagnosis(job.breakdown.num_cached, job.evicted.total())
         if found is not None:
             usage = response.pop("usage")
             response["prompt_cache_diagnostics"] = found.openai_json()
             response.update(job.diagnostics(), usage=usage)
         if storing is not None:
-            kept = StoredResponse(response, decode_json_text(storing.items))
+            kept = StoredResponse(response, parse_json(storing.items))
             storing.memory.add(storing.tenant, kept, time.monotonic(), storing.previous)
         return response
 
@@ -127,7 +131,7 @@ def _format(
     return PartsFormat(
         api=api_table.RESPONSES,
         parts=events.parts,
-        finished=lambda: stored(events.response(response_usage(job.usage(), events.parts))),
+        finished=lambda: stored(events.finished_response(response_usage(job.usage(), events.parts))),
         first=events.opening_events,
         added=events.add,
         last=last,

@@ -18,7 +18,7 @@ from headstart.http.http_errors import HttpError
 from headstart.openai.engine_requests import RequestOrigin
 from headstart.openai.request_json import parse_json_object
 from headstart.openai.responses import CACHE_SOURCES, Json
-from headstart.openai.value_checks import check_count
+from headstart.openai.value_checks import parse_query_count
 from headstart.server.apis.choice_apis import CHAT, COMPLETIONS
 from headstart.server.cache_api.explanation_text import reuse_explanation_json
 from headstart.server.inference import run_with_body
@@ -41,7 +41,7 @@ async def cache_stats_response(state: ServerState, principal: Principal) -> Json
     stats = decode_stats(await state.engine.call("cache_stats"))
     rows = model.metrics.tenants.items()
     shown = {name: breakdown for name, breakdown in rows if principal.is_admin or name == principal.tenant}
-    answer = cache_stats_json(stats, model.name, model.info.block_size, shown)
+    answer = engine_cache_stats_json(stats, model.name, model.info.block_size, shown)
     answer["losses"] = cache_losses_json(stats.counters.evicted_tokens, model.doctor.counts)
     for name, row in answer["tenants"].items():
         counts = model.doctor.tenants.get(name, AvoidableCounts())
@@ -49,7 +49,7 @@ async def cache_stats_response(state: ServerState, principal: Principal) -> Json
     return answer | {"store": store_stats_json(stats)} if may_see_store(principal) else answer
 
 
-def cache_stats_json(
+def engine_cache_stats_json(
     stats: EngineStats, model_name: str, block_size: int, tenants: Mapping[str, PromptTokenBreakdown]
 ) -> Json:
     """Return the JSON of /v1/cache/stats without the store. Values are tokens unless the key names another unit."""
@@ -107,7 +107,7 @@ def cache_losses_json(num_evicted: int, counts: AvoidableCounts) -> Json:
     }
 
 
-async def explain_reuse_response(state: ServerState, request: Request) -> Json:
+async def reuse_explanation_response(state: ServerState, request: Request) -> Json:
     """Return why a request (`?request_id=`) or a prompt (the body) has no more prefix cache hits.
 
     Raises HttpError 404 for an id that is unknown or another tenant's, InvalidRequestError for an invalid body.
@@ -129,16 +129,16 @@ async def explain_reuse_response(state: ServerState, request: Request) -> Json:
                 param="request_id",
             )
         if log.is_on:
-            findings = await asyncio.to_thread(log.diagnosis, tenant, answer_id=request_id)
+            findings = await asyncio.to_thread(log.request_diagnosis, tenant, answer_id=request_id)
     else:
         prompt, values = await _parsed(state, request)
         if log.is_on:
-            findings = await asyncio.to_thread(log.diagnosis, tenant, body=values)
+            findings = await asyncio.to_thread(log.request_diagnosis, tenant, body=values)
         found = await state.engine.call("explain", {**argument, "prompt": _plain(prompt)})
     return reuse_explanation_json(found, model.tokenizer, findings)
 
 
-async def recent_requests_response(state: ServerState, request: Request) -> Json:
+async def recent_bodies_response(state: ServerState, request: Request) -> Json:
     """Return the last request bodies of the caller's own tenant. Raises HttpError 404 if the server keeps none."""
     state.check_ready()
     if not state.prompt_log.is_on:
@@ -147,7 +147,7 @@ async def recent_requests_response(state: ServerState, request: Request) -> Json
             "this server keeps no prompts; start it with --prompt-log-size, in bytes",
             code="not_kept",
         )
-    last = check_count("last", request.query_params.get("last", str(MAX_LISTED)), MAX_LISTED)
+    last = parse_query_count("last", request.query_params.get("last", str(MAX_LISTED)), MAX_LISTED)
     tenant = access_record_of_scope(request.scope).principal.tenant
     return {"object": "list", "data": await asyncio.to_thread(state.prompt_log.bodies, tenant, last)}
 

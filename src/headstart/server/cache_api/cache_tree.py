@@ -142,7 +142,7 @@ def _row(run: BlockRun, block_size: int, text: str) -> list[object]:
         tokens,
         below,
         first.num_users,
-        first.state,
+        first.usage_state,
         first.is_pinned,
         first.tenant,
         text,

@@ -31,13 +31,13 @@ MAX_EVICTORS = 3  # of a tenant, those that needed the most space
 NEW = "text that the cache has not seen: nothing to mend"
 
 
-class ExaminedTokens(NamedTuple):
+class AvoidableTokenSample(NamedTuple):
     """The doctor's sample: computed prompt tokens that were not evicted earlier, and the avoidable ones by cause."""
 
     computed: int = 0
     causes: Mapping[str, int] = MappingProxyType({})
 
-    def since(self, before: "ExaminedTokens", computed: int) -> dict[str, int]:
+    def avoidable_since(self, before: "AvoidableTokenSample", computed: int) -> dict[str, int]:
         """Return the avoidable ones of `computed` tokens by cause, the most first: as many as in the sample since."""
         examined = self.computed - before.computed
         counts = {cause: count - before.causes.get(cause, 0) for cause, count in self.causes.items()}
@@ -52,7 +52,7 @@ class CounterSample(NamedTuple):
     stats: EngineStats
     tenants: dict[str, PromptTokenBreakdown]
     evicted: dict[str, Mapping[str, int]]  # by tenant, then by the tenant that needed the space
-    examined: dict[str, ExaminedTokens]  # by tenant; "": of all
+    examined: dict[str, AvoidableTokenSample]  # by tenant; "": of all
     ttft: tuple[int, ...]  # requests by bucket
 
 
@@ -89,7 +89,7 @@ class LiveFigures:
     def _sample(self, model: ServedModel) -> CounterSample:
         doctor, stats, metrics = model.doctor, self._state.engine.stats, model.metrics
         counts = {**doctor.tenants, "": doctor.counts}
-        examined = {name: ExaminedTokens(one.computed_tokens, one.causes) for name, one in counts.items()}
+        examined = {name: AvoidableTokenSample(one.computed_tokens, one.causes) for name, one in counts.items()}
         tenants, evicted = dict(metrics.tenants), dict(metrics.evicted_of_tenants)
         return CounterSample(time.monotonic(), stats, tenants, evicted, examined, metrics.time_to_first_token.counts)
 
@@ -162,7 +162,9 @@ def _lost(
     evicted = {name: count for name, count in evicted.items() if count}
     since = _since(before.tenants.get(tenant, PromptTokenBreakdown()), now.tenants.get(tenant, PromptTokenBreakdown()))
     rest = max(since.computed - sum(evicted.values()), 0)
-    causes = now.examined.get(tenant, ExaminedTokens()).since(before.examined.get(tenant, ExaminedTokens()), rest)
+    causes = now.examined.get(tenant, AvoidableTokenSample()).avoidable_since(
+        before.examined.get(tenant, AvoidableTokenSample()), rest
+    )
     return evicted, causes, since
 
 
@@ -196,7 +198,7 @@ def _losses(before: CounterSample, now: CounterSample) -> list[Json]:
     counters, earlier = now.stats.counters, before.stats.counters
     computed = counters.prompt_computed_tokens - earlier.prompt_computed_tokens
     evicted = min(counters.evicted_tokens - earlier.evicted_tokens, computed)
-    causes = now.examined[""].since(before.examined.get("", ExaminedTokens()), computed - evicted)
+    causes = now.examined[""].avoidable_since(before.examined.get("", AvoidableTokenSample()), computed - evicted)
     rest = computed - evicted - max(causes.values(), default=0)
     more = {"evicted": (evicted, EVICTED), "new": (rest, NEW)}
     rows = [{"cause": name, "tokens": tokens, "remedy": text} for name, (tokens, text) in more.items() if tokens]

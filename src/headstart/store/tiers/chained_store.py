@@ -17,7 +17,7 @@ from typing import Any
 from headstart.core.cache.block_store import BlockKey, BlockSource, BlockStore, LoadedBlocks, StoreStats
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.disk import DiskStore, TierStore
-from headstart.store.format import BlockShape
+from headstart.store.format import StoredBlockFormat
 from headstart.store.tiers.tier import TierPlaces
 
 REDIS_TIER = "headstart.store.tiers.redis_tier"  # imported if a server is named: needs the extra [redis]
@@ -25,7 +25,13 @@ MAX_COPIES = 1024  # that wait for the end of loads
 
 
 def open_store(
-    found: TierPlaces, shape: BlockShape, max_bytes: int, *, password: str | None, secrets: Sequence[bytes], ttl: int
+    found: TierPlaces,
+    shape: StoredBlockFormat,
+    max_bytes: int,
+    *,
+    password: str | None,
+    secrets: Sequence[bytes],
+    ttl: int,
 ) -> BlockStore | None:
     """Open the tiers at these places: a folder alone, a server alone, one after the other, or none. Raises ConfigError.
 

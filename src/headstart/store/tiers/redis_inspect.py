@@ -53,7 +53,7 @@ def stat_redis(link: RedisConnection) -> RedisStats:
     """Count the blocks of all spaces. Raises TierError."""
 
     def sizes(names: list[bytes]) -> list[tuple[int, str]]:
-        return [(int(size), "") for size in link.execute([("STRLEN", name) for name in names])]
+        return [(int(size), "") for size in link.execute_commands([("STRLEN", name) for name in names])]
 
     return _survey(link, SCAN_COUNT, sizes)
 
@@ -62,7 +62,7 @@ def verify_redis(link: RedisConnection) -> RedisStats:
     """Read every value and check it as far as that is possible without its secret. Raises TierError."""
 
     def checked(names: list[bytes]) -> list[tuple[int, str]]:
-        pairs = zip(names, link.execute([("GET", name) for name in names]), strict=True)
+        pairs = zip(names, link.execute_commands([("GET", name) for name in names]), strict=True)
         return [(len(value), damage_of_value(value, _parts(name)[1])) for name, value in pairs if value is not None]
 
     return _survey(link, READ_COUNT, checked)
@@ -73,7 +73,7 @@ def clear_redis(link: RedisConnection, space: bytes = b"") -> int:
     num_blocks = 0
     for names in _scan(link, PREFIX + space):
         num_blocks += sum(_is_block(name) for name in names)
-        link.execute([("UNLINK", name) for name in names])
+        link.execute_commands([("UNLINK", name) for name in names])
     return num_blocks
 
 
@@ -99,7 +99,7 @@ def _scan(link: RedisConnection, prefix: bytes) -> Iterator[list[bytes]]:
     for server in link.servers().values():
         cursor: Any = None
         while cursor != 0:
-            answer: Any = link.run(partial(server.scan, cursor or 0, prefix + b"*", SCAN_COUNT))
+            answer: Any = link.run_with_deadline(partial(server.scan, cursor or 0, prefix + b"*", SCAN_COUNT))
             cursor, names = answer
             if names := [name for name in names if name.startswith(prefix)]:
                 yield names

@@ -1,6 +1,7 @@
 """RedisConnection: calls to a Redis or Valkey server or to nodes of a cluster, each with one deadline for all of it.
 
-Everything a server answers may be wrong, late, or never come: `RedisConnection.run` turns all that into TierError.
+Everything a server answers may be wrong, late, or never come: `RedisConnection.run_with_deadline` turns all that into
+TierError.
 """
 
 import threading
@@ -35,7 +36,7 @@ class RedisConnection:
         self._awaited: list[tuple[redis.ConnectionPool, list[int]]] = []  # of these names, answers that are to come
         self._errors: dict[int, TierError] = {}  # in place of these
 
-    def run(self, call: Callable[[], T], seconds: float | None = None) -> T:
+    def run_with_deadline(self, call: Callable[[], T], seconds: float | None = None) -> T:
         """Return the result of a call. Raises TierError: no connection, an error, nonsense, or not within the deadline.
 
         A timeout of the socket alone would not do: a server that sends a byte now and then never reaches it.
@@ -58,17 +59,17 @@ class RedisConnection:
 
     def servers(self) -> dict[str, redis.Redis]:
         """Return the server, or the nodes that have keys, by name. Raises TierError."""
-        return self.run(self._nodes.servers)
+        return self.run_with_deadline(self._nodes.servers)
 
     def server_of(self, key: bytes) -> str:
         """Return the name of the server of a key. Raises TierError."""
-        return next(iter(self.run(lambda: self._nodes.by_server([key]))))
+        return next(iter(self.run_with_deadline(lambda: self._nodes.by_server([key]))))
 
     def ask_each(self, call: Callable[[redis.Redis], T]) -> dict[str, T]:
         """Return the result of a call at every server. Raises TierError."""
-        return self.run(lambda: {name: call(server) for name, server in self._nodes.servers().items()})
+        return self.run_with_deadline(lambda: {name: call(server) for name, server in self._nodes.servers().items()})
 
-    def execute(self, commands: Sequence[tuple[Any, ...]], seconds: float | None = None) -> list[Any]:
+    def execute_commands(self, commands: Sequence[tuple[Any, ...]], seconds: float | None = None) -> list[Any]:
         """Return the answers to commands, each a name, a key, and more. Raises TierError.
 
         A server gets its commands in order; the one that gets the last command gets its own after all others.
@@ -83,15 +84,15 @@ class RedisConnection:
                     pipeline.execute_command(*commands[place])
                 for place, answer in zip(places, pipeline.execute(raise_on_error=False), strict=True):
                     is_moved = isinstance(answer, REDIRECTIONS)
-                    answers[place] = self._nodes.redirect(commands[place]) if is_moved else answer
+                    answers[place] = self._nodes.follow_redirect(commands[place]) if is_moved else answer
                     if isinstance(answer, Exception) and not is_moved:
                         raise answer
 
         if commands:
-            self.run(send, seconds)
+            self.run_with_deadline(send, seconds)
         return answers
 
-    def request(self, names: Sequence[bytes]) -> None:
+    def request_values(self, names: Sequence[bytes]) -> None:
         """Ask for the values of keys, which `receive` returns. Raises TierError: no server is known.
 
         An answer that was not received is dropped with its connection. Connections are kept, since to watch a call
@@ -100,7 +101,7 @@ class RedisConnection:
         if self._awaited:
             self._drop()
         self._asked, self._errors, nodes = names, {}, self._nodes
-        servers = nodes.servers() if nodes.is_known else self.servers()
+        servers = nodes.servers() if nodes.has_current_topology else self.servers()
         for name, places in nodes.by_server(names).items():
             try:
                 pool = servers[name].connection_pool
@@ -111,7 +112,7 @@ class RedisConnection:
             except Exception as error:
                 self._note(error, places)
 
-    def receive(self, num: int, most: int, buffer: bytearray) -> list[Value]:
+    def receive_values(self, num: int, most: int, buffer: bytearray) -> list[Value]:
         """Return `num` requested values, as views of `buffer`; None: there is none. One longer than `most` is empty.
 
         `buffer` has `most` and twice SPARE_BYTES for each. redis-py copies what it receives three times.
@@ -135,7 +136,7 @@ class RedisConnection:
         if moved:  # an error in place of a value
             with suppress(TierError):
                 commands = [("GET", self._asked[place]) for place in moved]
-                for place, value in zip(moved, self.execute(commands, until - time.monotonic()), strict=True):
+                for place, value in zip(moved, self.execute_commands(commands, until - time.monotonic()), strict=True):
                     values[place] = None if value is None else memoryview(value)
                     del self._errors[place]
         return [self._errors.get(place, value) for place, value in enumerate(values)]
@@ -149,7 +150,7 @@ class RedisConnection:
             if not self._kept[pool].can_read():
                 return self._kept[pool]
         self._close_kept(pool)
-        self._kept[pool] = connection = self.run(pool.get_connection)
+        self._kept[pool] = connection = self.run_with_deadline(pool.get_connection)
         return connection
 
     def _drop(self) -> None:
@@ -170,7 +171,7 @@ class RedisConnection:
     def _failure(self, error: Exception, *, is_late: bool = False) -> TierError:
         if isinstance(error, TierError):
             return error
-        self._nodes.distrust()
+        self._nodes.mark_topology_stale()
         is_late = is_late or isinstance(error, (redis.TimeoutError, TimeoutError))
         text = f"no complete answer within {self._seconds:g} s" if is_late else str(error) or type(error).__name__
         return TierError(text.splitlines()[0])

@@ -16,7 +16,7 @@ from redis.exceptions import AskError, MovedError, TryAgainError
 from redis.retry import Retry
 
 from headstart.core.errors import ConfigError
-from headstart.store.tiers.tier import CLUSTER, parse_nodes
+from headstart.store.tiers.tier import CLUSTER, parse_node_urls
 
 REDIRECTIONS = (MovedError, AskError, TryAgainError)
 
@@ -27,7 +27,7 @@ class RedisNodes:
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         """`options`: of connections. Connects to nothing. Raises ConfigError for an invalid URL."""
         self.is_cluster = url.partition("://")[0].endswith(CLUSTER)
-        self._urls, self._options = parse_nodes(url), options
+        self._urls, self._options = parse_node_urls(url), options
         self._cluster: Any = None  # until it is known
         self._is_stale = False  # what is known of it
         try:
@@ -40,7 +40,7 @@ class RedisNodes:
         self._single = {"": redis.Redis(connection_pool=pool)}
 
     @property
-    def is_known(self) -> bool:
+    def has_current_topology(self) -> bool:
         """Return whether the functions below need no answer."""
         return not self.is_cluster or (self._cluster is not None and not self._is_stale)
 
@@ -63,11 +63,11 @@ class RedisNodes:
             found[last] = found.pop(last)
         return found
 
-    def redirect(self, command: Sequence[Any]) -> Any:
+    def follow_redirect(self, command: Sequence[Any]) -> Any:
         """Return the answer to a command that its server does not answer, since the key moves or has moved."""
         return self._cluster.execute_command(*command)
 
-    def distrust(self) -> None:
+    def mark_topology_stale(self) -> None:
         """Learn the nodes anew before the next command: one of them failed."""
         self._is_stale = True
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from headstart.core.cache.block_store import BlockKey, Data
 from headstart.core.cache.hashing import BlockHash
-from headstart.store.format import BlockShape
+from headstart.store.format import StoredBlockFormat
 from headstart.store.segment import ReadResult
 from headstart.store.tiers.redis_inspect import PREFIX, clear_redis
 from headstart.store.tiers.redis_link import SPARE_BYTES, RedisConnection, Value
@@ -41,7 +41,7 @@ class RedisTier:
         self,
         url: str,
         password: str | None,
-        shape: BlockShape,
+        shape: StoredBlockFormat,
         secret: bytes,
         ttl: int,
         clock: Callable[[], float] = time.monotonic,
@@ -89,7 +89,7 @@ class RedisTier:
             if isinstance(error := values[done], TierError):
                 return ReadResult(done, "io", error)
             value, part = values[done], buffer[done * size : (done + 1) * size]
-            miss = "gone" if value is None else self._sealer.open(key, value, part)
+            miss = "gone" if value is None else self._sealer.open_block(key, value, part)
             if miss is not None:
                 self._forget([*missing, key.block_hash])
                 return ReadResult(done, miss)
@@ -97,7 +97,7 @@ class RedisTier:
 
     def _ask(self, keys: Sequence[BlockKey]) -> None:
         self._asked = None
-        self._reads.request([self._name(key.block_hash) for key in keys])
+        self._reads.request_values([self._name(key.block_hash) for key in keys])
         self._asked = keys
 
     def _fetch(self, keys: Sequence[BlockKey]) -> list[Value]:
@@ -108,7 +108,7 @@ class RedisTier:
         num_bytes = len(keys) * (most + 2 * SPARE_BYTES)
         if len(self._received) < num_bytes:
             self._received = bytearray(num_bytes)
-        return self._reads.receive(len(keys), most, self._received)
+        return self._reads.receive_values(len(keys), most, self._received)
 
     def append(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
         new = {key.block_hash: (key, data) for key, data in blocks if not self.contains(key.block_hash)}
@@ -149,7 +149,9 @@ class RedisTier:
         elif restarted:  # find out what is left, and announce that in case the index is lost
             self._used.update(list(self._known))
         for _ in range(MAX_LOOKS):
-            (entries,) = self._writes.execute([("XRANGE", self._index, self._rest, "+", "COUNT", LOOK_ENTRIES)])
+            (entries,) = self._writes.execute_commands(
+                [("XRANGE", self._index, self._rest, "+", "COUNT", LOOK_ENTRIES)]
+            )
             try:
                 for entry_id, fields in entries:
                     text = self._sealer.open_message(fields.get(b"blocks"))
@@ -168,7 +170,7 @@ class RedisTier:
     def discard(self, block_hashes: Iterable[BlockHash]) -> None:
         found = list(block_hashes)
         self._forget(found)
-        self._writes.execute([("UNLINK", self._name(block_hash)) for block_hash in found])
+        self._writes.execute_commands([("UNLINK", self._name(block_hash)) for block_hash in found])
 
     def clear(self) -> None:
         """Drop the blocks of this model and secret, for all processes."""
@@ -185,7 +187,9 @@ class RedisTier:
     def _renew(self) -> None:
         """Begin the life of used blocks anew, and announce them again, so that the index does not lose them."""
         renewed = list(islice(self._used, MAX_RENEWED))
-        answers = self._writes.execute([("EXPIRE", self._name(block_hash), self._ttl) for block_hash in renewed])
+        answers = self._writes.execute_commands(
+            [("EXPIRE", self._name(block_hash), self._ttl) for block_hash in renewed]
+        )
         found = [block_hash for block_hash, answer in zip(renewed, answers, strict=True) if answer]
         self._forget(set(renewed).difference(found))
         if found:
@@ -195,7 +199,9 @@ class RedisTier:
     def _announce(self, block_hashes: list[BlockHash], writes: list[tuple[Any, ...]]) -> None:
         """Send commands, and then one entry of the index. Raises TierError."""
         entry = self._sealer.seal_message(self._own_id + b"".join(block_hashes))
-        self._writes.execute([*writes, ("XADD", self._index, "MAXLEN", "~", MAX_ENTRIES, "*", b"blocks", entry)])
+        self._writes.execute_commands(
+            [*writes, ("XADD", self._index, "MAXLEN", "~", MAX_ENTRIES, "*", b"blocks", entry)]
+        )
         self._learn(block_hashes)
 
     def _learn(self, block_hashes: Iterable[BlockHash]) -> None:

@@ -19,9 +19,9 @@ from headstart.core.cache.block_store import BlockKey, Data
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.format import (
     BlockEntry,
-    BlockShape,
     FormatError,
     SegmentHeader,
+    StoredBlockFormat,
     decode_entry,
     encode_entry,
     payload_checksum,
@@ -38,7 +38,7 @@ OVERHEAD_BYTES = len(MAGIC) + _NONCE + _TAG + _CHECKSUM
 class BlockSealer:
     """Values of one shape under one secret (`read_shared_secret`), and messages about them."""
 
-    def __init__(self, secret: bytes, shape: BlockShape) -> None:
+    def __init__(self, secret: bytes, shape: StoredBlockFormat) -> None:
         self._context = shape.fingerprint + struct.pack("<II", shape.block_size, shape.block_bytes)
         self._header = SegmentHeader(shape, 1, bytes(8))
         self._names, self._keys = (derive_key(secret, what + self._context) for what in (b"names", b"blocks"))
@@ -66,7 +66,7 @@ class BlockSealer:
         cipher.encrypt_into(nonce, self._plain, self._about(key), sealed)
         value[-_CHECKSUM:] = _outer_checksum(value[:-_CHECKSUM], self.name(key.block_hash))
 
-    def open(self, key: BlockKey, value: object, payload: memoryview) -> Miss | None:
+    def open_block(self, key: BlockKey, value: object, payload: memoryview) -> Miss | None:
         """Write a block's content to `payload` and return None, or return why the value is not that of this block."""
         if not isinstance(value, (bytes, memoryview)) or len(value) != self.value_bytes:
             return "corrupt"

@@ -102,7 +102,7 @@ def parse_tier_places(text: str) -> TierPlaces:
     return TierPlaces(None if folder is None else Path(folder).expanduser(), url)
 
 
-def parse_nodes(url: str) -> list[str]:
+def parse_node_urls(url: str) -> list[str]:
     """Return the URL of each server that a URL names: some nodes of a cluster, or one server."""
     scheme, _, rest = url.partition("://")
     found = re.fullmatch(r"([^/?]*@)?([^/?]*)(.*)", rest, re.DOTALL)
@@ -117,7 +117,7 @@ def _check_url(url: str) -> None:
     is_cluster = scheme.endswith(CLUSTER)
     form, path = ("host:port,host:port", r"(/0?)?") if is_cluster else ("host:port/db, db a number", r"(/\d*)?")
     try:
-        nodes = [urlsplit(node) for node in parse_nodes(url)]
+        nodes = [urlsplit(node) for node in parse_node_urls(url)]
         has_password, _ = any(parts.password is not None for parts in nodes), [parts.port for parts in nodes]
     except ValueError:  # its text may show a part of a password
         raise ConfigError("--kv-store: its URL is invalid; write redis://host:port/db") from None

@@ -43,7 +43,7 @@ def read_trace_file(path: Path, units: TraceUnits = RECOGNISED, on_file: OnFile 
                         raise ConfigError("it holds no session; give files of other kinds one by one")
                     return read_trace(found.lines, units)
                 for session in found:
-                    reader.add(session)
+                    reader.add_session(session)
         except (OSError, EOFError, ZlibError, UnicodeDecodeError, ConfigError) as error:
             raise ConfigError(f"--trace {each}: {error}") from error
     return reader.trace()

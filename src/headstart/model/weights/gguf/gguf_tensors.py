@@ -20,7 +20,7 @@ from headstart.model.weights.tensor_files import TensorEntry
 class GGUFTensors:
     """The weights of one GGUF file, or of a split one. See TensorFiles."""
 
-    noun, config_noun, are_applied = "the file", "its metadata", True
+    noun, config_noun, stores_transformed_weights = "the file", "its metadata", True
 
     def __init__(self, path: Path) -> None:
         """Read the header. Raises ConfigError for a file that cannot be served."""

@@ -1,4 +1,4 @@
-"""ArgumentTypes: the JSON types that a tool's schema allows for each argument, and the values of raw text by them.
+"""ToolArgumentTypes: the JSON types that a tool's schema allows for each argument, and the values of raw text by them.
 
 Formats that write arguments as XML elements do not quote strings, so only the schema tells `5` from `"5"`. A schema may
 be anything here, since tools without a grammar are not checked: what is not understood allows all types.
@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from headstart.openai.tools.parsers.python_calls import parse_python_literal
+from headstart.openai.tools.parsers.python_calls import python_literal_as_json
 
 ALL_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 STRING = frozenset(("string",))
@@ -18,7 +18,7 @@ MAX_SUBSCHEMAS = 4000
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # as some chat templates print them
 
 
-class ArgumentTypes:
+class ToolArgumentTypes:
     """The types of the arguments of one tool."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
@@ -26,7 +26,7 @@ class ArgumentTypes:
         self._referred: dict[str, frozenset[str]] = {}
         self._num_left = MAX_SUBSCHEMAS
 
-    def of(self, name: str) -> frozenset[str]:
+    def types_of_argument(self, name: str) -> frozenset[str]:
         """Return the types of an argument, at least one."""
         found = [self.types_of_schema(schema) for schema in self._named(self._root, name, 0)]
         return frozenset[str]().union(*found) or ALL_TYPES
@@ -113,7 +113,7 @@ def argument_as_json(text: str, types: frozenset[str]) -> str:
     if "string" not in types:
         if found is not None:
             return stripped
-        if stripped[:1] in ("[", "{", "(") and (literal := parse_python_literal(stripped)) is not None:
+        if stripped[:1] in ("[", "{", "(") and (literal := python_literal_as_json(stripped)) is not None:
             return literal
     return json.dumps(text, ensure_ascii=False)
 

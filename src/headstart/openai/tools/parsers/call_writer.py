@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta, join_deltas
-from headstart.openai.tools.parsers.argument_types import ArgumentTypes
+from headstart.openai.tools.parsers.argument_types import ToolArgumentTypes
 from headstart.openai.tools.parsers.text_reader import Read, TextReader, first_marker, num_chars_of_partial_marker
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -35,7 +35,7 @@ class ChatDeltaWriter:
         self._has_content = False
         self._is_after_call = False
         self._is_dropped = False  # the call that is being written
-        self._types: dict[str, ArgumentTypes] = {}
+        self._types: dict[str, ToolArgumentTypes] = {}
         self.num_calls = 0
         self.needs_marker = rules.needs_marker
 
@@ -43,13 +43,13 @@ class ChatDeltaWriter:
         """Return whether a call may have this name: that of a tool, or with `any_name` any valid one."""
         return name in self._rules.tool_names or (any_name and _NAME.fullmatch(name) is not None)
 
-    def argument_types_of(self, name: str) -> ArgumentTypes:
+    def argument_types_of(self, name: str) -> ToolArgumentTypes:
         """Return the types of the arguments of a function, by the schema of the tool if there is one."""
         if name not in self._types:
-            self._types[name] = ArgumentTypes(self._rules.parameters.get(name, {}))
+            self._types[name] = ToolArgumentTypes(self._rules.parameters.get(name, {}))
         return self._types[name]
 
-    def content(self, text: str) -> None:
+    def write_content(self, text: str) -> None:
         """Append content; special tokens in it are dropped."""
         for marker in self._rules.special:
             text = text.replace(marker, "")
@@ -62,7 +62,7 @@ class ChatDeltaWriter:
     def write_last_content(self, text: str) -> None:
         """Append content at the end of the text: whitespace after a call is dropped."""
         if not (self._is_after_call and text.isspace()):
-            self.content(text)
+            self.write_content(text)
 
     def write_kept_as_content(self, reader: TextReader, beginnings: Sequence[str] = ()) -> None:
         """Write kept text as content. If it ran out, a part of a call is missing, and it is dropped.
@@ -72,7 +72,7 @@ class ChatDeltaWriter:
         if reader.is_cut_off and (not beginnings or self._begins_call(reader.text, beginnings)):
             reader.restore_kept()
         else:
-            self.write_last_content(reader.take())
+            self.write_last_content(reader.take_kept())
 
     def _begins_call(self, text: str, beginnings: Sequence[str]) -> bool:
         text = "".join(text.split())
@@ -87,7 +87,7 @@ class ChatDeltaWriter:
             self._calls.append(ToolCallDelta(self.num_calls, self._rules.new_id(), name))
             self.num_calls += 1
 
-    def arguments(self, text: str) -> None:
+    def write_arguments(self, text: str) -> None:
         """Append arguments to the call that was begun last."""
         if text and not self._is_dropped:
             self._calls.append(ToolCallDelta(self.num_calls - 1, arguments=text))
@@ -99,7 +99,7 @@ class ChatDeltaWriter:
         self._calls.clear()
         return join_deltas(delta) if len(delta.tool_calls) > 1 else delta
 
-    def write_content_until(self, reader: TextReader, openers: Sequence[str]) -> Read[bool]:
+    def write_content_until_opener(self, reader: TextReader, openers: Sequence[str]) -> Read[bool]:
         """Write text as content up to an opener, which is consumed; return False at the end of the text.
 
         Whitespace before the opener stays kept with it. Other special markers are dropped.
@@ -111,17 +111,17 @@ class ChatDeltaWriter:
                 num_chars_of_partial_marker(reader.text, markers) if found is None else len(reader.text) - found.start
             )
             reader.at = reader.end_before_space(len(reader.text) - held)
-            self.content(reader.take())
+            self.write_content(reader.take_kept())
             if found is not None:
                 reader.at = reader.text.index(found.marker) + len(found.marker)
                 if found.marker in openers:
                     return True
-                self.content(reader.take())
+                self.write_content(reader.take_kept())
             elif reader.ended:
                 reader.at = len(reader.text) - (held if reader.is_cut and (held > 1 or self._is_after_call) else 0)
-                self.write_last_content(reader.take())
+                self.write_last_content(reader.take_kept())
                 reader.at = len(reader.text)  # of a marker that was cut
-                reader.take()
+                reader.take_kept()
                 return False
             else:
                 yield

@@ -42,16 +42,16 @@ class ReasoningReader:
         opening, closing = THINK_MARKERS
         reader = self._reader
         yield from reader.skip_space()
-        is_reasoning = (yield from reader.match(opening)) or self._is_open
+        is_reasoning = (yield from reader.consume_literal(opening)) or self._is_open
         if is_reasoning:
             yield from reader.skip_space()
-            reader.take()
+            reader.take_kept()
             yield from self._until(closing)
             yield from reader.skip_space()
-            reader.take()
+            reader.take_kept()
         while True:
             reader.at = len(reader.text)
-            self._rest.append(reader.take())
+            self._rest.append(reader.take_kept())
             yield
 
     def _until(self, closing: str) -> Read[None]:
@@ -59,16 +59,16 @@ class ReasoningReader:
         while (found := first_marker(reader.text, (closing,))) is None:
             held = 0 if reader.ended else num_chars_of_partial_marker(reader.text, (closing,))
             reader.at = reader.end_before_space(len(reader.text) - held)
-            self._reasoning.append(reader.take())
+            self._reasoning.append(reader.take_kept())
             if reader.ended:
                 reader.at = len(reader.text)
-                reader.take()
+                reader.take_kept()
                 return
             yield
         reader.at = reader.end_before_space(found.start)
-        self._reasoning.append(reader.take())
+        self._reasoning.append(reader.take_kept())
         reader.at = reader.text.index(closing) + len(closing)
-        reader.take()
+        reader.take_kept()
 
 
 class ChatParser:

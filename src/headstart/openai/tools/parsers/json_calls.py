@@ -18,14 +18,14 @@ _CLOSING = {"{": "}", "[": "]", "(": ")"}
 
 def read_json_call(reader: TextReader, writer: ChatDeltaWriter, *, any_name: bool = True) -> Read[bool]:
     """Read a call and return True, or return False if this is none. After True, kept text is not part of the call."""
-    if not (yield from reader.match("{")):
+    if not (yield from reader.consume_literal("{")):
         return False
     name: str | None = None
     arguments: str | None = None
     has_begun, is_first = False, True
     while True:
         yield from reader.skip_space()
-        if (yield from reader.match("}")):
+        if (yield from reader.consume_literal("}")):
             break
         key = yield from _key(reader, is_first=is_first)
         if key is None:
@@ -37,9 +37,9 @@ def read_json_call(reader: TextReader, writer: ChatDeltaWriter, *, any_name: boo
                 return False
         elif key in _ARGUMENTS and name is not None and arguments is None and (yield from reader.peek()) == "{":
             writer.begin(name)
-            reader.take()
+            reader.take_kept()
             has_begun, arguments = True, "{}"
-            yield from read_balanced_brackets(reader, writer.arguments)
+            yield from read_balanced_brackets(reader, writer.write_arguments)
         else:
             value = yield from _value(reader)
             if key in _ARGUMENTS and arguments is None:
@@ -50,8 +50,8 @@ def read_json_call(reader: TextReader, writer: ChatDeltaWriter, *, any_name: boo
         if name is None:
             return False
         writer.begin(name)
-        writer.arguments("{}" if arguments is None else arguments)
-    reader.take()
+        writer.write_arguments("{}" if arguments is None else arguments)
+    reader.take_kept()
     return True
 
 
@@ -79,7 +79,7 @@ def read_balanced_brackets(
     while True:
         if reader.at == len(reader.text):
             if write is not None:
-                write(reader.take())
+                write(reader.take_kept())
             if not (yield from reader.peek()):
                 return False
             continue
@@ -103,7 +103,7 @@ def read_balanced_brackets(
         if not closing:
             break
     if write is not None:
-        write(reader.take())
+        write(reader.take_kept())
     return not closing
 
 
@@ -117,12 +117,12 @@ def _stopped(reader: TextReader, has_begun: bool) -> bool:
 def _key(reader: TextReader, *, is_first: bool) -> Read[str | None]:
     """Return the next key of an object, and consume the colon and the whitespace behind it; None: there is none."""
     if not is_first:
-        if not (yield from reader.match(",")):
+        if not (yield from reader.consume_literal(",")):
             return None
         yield from reader.skip_space()
     key = yield from read_json_string(reader)
     yield from reader.skip_space()
-    if key is None or not (yield from reader.match(":")):
+    if key is None or not (yield from reader.consume_literal(":")):
         return None
     yield from reader.skip_space()
     return key

@@ -25,7 +25,7 @@ class _Parsed(NamedTuple):
     end: int
 
 
-def parse_python_call(text: str) -> str | None:
+def python_arguments_as_json(text: str) -> str | None:
     """Return the keyword arguments of the call as a JSON object; None if it is no call with literal arguments."""
     called = _CALLED.match(text)
     if called is None or not text.endswith(")"):
@@ -49,7 +49,7 @@ def parse_python_call(text: str) -> str | None:
         return None
 
 
-def parse_python_literal(text: str) -> str | None:
+def python_literal_as_json(text: str) -> str | None:
     """Return a literal as JSON; None if the text is none."""
     try:
         value = _value(text, 0, 0)

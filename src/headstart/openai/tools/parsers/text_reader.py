@@ -48,7 +48,7 @@ class TextReader:
             self.text = held
             next(run, None)
 
-    def take(self) -> str:
+    def take_kept(self) -> str:
         """Return the kept text, which is dropped here."""
         taken, self.text = self.text[: self.at], self.text[self.at :]
         self.at = 0
@@ -78,7 +78,7 @@ class TextReader:
         start = max(end - MAX_BLANKS, 0)
         return start + len(self.text[start:end].rstrip())
 
-    def match(self, literal: str) -> Read[bool]:
+    def consume_literal(self, literal: str) -> Read[bool]:
         """Consume `literal` if it is next; otherwise consume nothing."""
         while True:
             unread = self.text[self.at : self.at + len(literal)]

@@ -2,7 +2,7 @@
 
 from headstart.openai.tools.parsers.call_writer import ChatDeltaWriter
 from headstart.openai.tools.parsers.json_calls import read_balanced_brackets, read_json_call
-from headstart.openai.tools.parsers.python_calls import parse_python_call
+from headstart.openai.tools.parsers.python_calls import python_arguments_as_json
 from headstart.openai.tools.parsers.text_reader import Read, TextReader
 
 HERMES_MARKERS = ("<tool_call>", "</tool_call>")
@@ -15,14 +15,14 @@ _LLAMA3_BEGINNINGS = ('{"name":"%s"', '{"function":"%s"', '{"type":"function","n
 def read_hermes_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
     """Read text with any number of <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
     opening, closing = HERMES_MARKERS
-    while (yield from writer.write_content_until(reader, (opening,))):
+    while (yield from writer.write_content_until_opener(reader, (opening,))):
         yield from reader.skip_space()
         if not (yield from read_json_call(reader, writer)):
             writer.write_kept_as_content(reader)
             continue
         yield from reader.skip_space()
-        if (yield from reader.match(closing)):
-            reader.take()
+        if (yield from reader.consume_literal(closing)):
+            reader.take_kept()
         else:
             reader.restore_kept()
 
@@ -30,13 +30,13 @@ def read_hermes_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]
 def read_llama3_json_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
     """Read {"name": ..., "parameters": {...}} at the beginning, or after <|python_tag|>; more follow after ";"."""
     yield from _llama3_calls(reader, writer, is_tagged=False)
-    while (yield from writer.write_content_until(reader, LLAMA3_MARKERS)):
+    while (yield from writer.write_content_until_opener(reader, LLAMA3_MARKERS)):
         yield from _llama3_calls(reader, writer, is_tagged=True)
 
 
 def read_mistral_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
     """Read text with [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] or [TOOL_CALLS]name[ARGS]{...}."""
-    while (yield from writer.write_content_until(reader, MISTRAL_MARKERS[:1])):
+    while (yield from writer.write_content_until_opener(reader, MISTRAL_MARKERS[:1])):
         yield from reader.skip_space()
         char = yield from reader.peek()
         if char == "[":
@@ -49,7 +49,7 @@ def read_pythonic_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[Non
     """Read [f(a=1, b="x"), g()] at the beginning, or after <|python_start|> or <|python_tag|>."""
     openers = (PYTHONIC_MARKERS[0], PYTHONIC_MARKERS[2])
     yield from _python_list(reader, writer, openers, any_name=False)
-    while (yield from writer.write_content_until(reader, openers)):
+    while (yield from writer.write_content_until_opener(reader, openers)):
         yield from _python_list(reader, writer, (), any_name=True)
 
 
@@ -58,7 +58,7 @@ def _llama3_calls(reader: TextReader, writer: ChatDeltaWriter, *, is_tagged: boo
     beginnings = () if is_tagged else _LLAMA3_BEGINNINGS
     while True:
         yield from reader.skip_space()
-        if (yield from reader.match(LLAMA3_MARKERS[0])):
+        if (yield from reader.consume_literal(LLAMA3_MARKERS[0])):
             is_tagged, beginnings = True, ()
             yield from reader.skip_space()
         if not (yield from read_json_call(reader, writer, any_name=is_tagged)):
@@ -66,7 +66,7 @@ def _llama3_calls(reader: TextReader, writer: ChatDeltaWriter, *, is_tagged: boo
             return
         beginnings = ()
         yield from reader.skip_space()
-        if not (yield from reader.match(";")) and (yield from reader.peek()) != "{":
+        if not (yield from reader.consume_literal(";")) and (yield from reader.peek()) != "{":
             reader.restore_kept()
             return
 
@@ -79,10 +79,10 @@ def _mistral_array(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
             writer.write_kept_as_content(reader)
             return
         yield from reader.skip_space()
-        if (yield from reader.match("]")):
-            reader.take()
+        if (yield from reader.consume_literal("]")):
+            reader.take_kept()
             return
-        if not (yield from reader.match(",")):
+        if not (yield from reader.consume_literal(",")):
             reader.restore_kept()
             return
 
@@ -90,15 +90,15 @@ def _mistral_array(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
 def _mistral_named(reader: TextReader, writer: ChatDeltaWriter) -> Read[bool]:
     name = yield from reader.read_name()
     yield from reader.skip_space()
-    if (yield from reader.match(MISTRAL_MARKERS[1])):
+    if (yield from reader.consume_literal(MISTRAL_MARKERS[1])):
         yield from reader.read_name()
-    if (yield from reader.match(MISTRAL_MARKERS[2])):
+    if (yield from reader.consume_literal(MISTRAL_MARKERS[2])):
         yield from reader.skip_space()
     if not writer.accepts(name, any_name=True) or (yield from reader.peek()) != "{":
         return False
     writer.begin(name)
-    reader.take()
-    yield from read_balanced_brackets(reader, writer.arguments)
+    reader.take_kept()
+    yield from read_balanced_brackets(reader, writer.write_arguments)
     return True
 
 
@@ -108,12 +108,12 @@ def _python_list(
     """Read a list of calls. Each is written when it is complete, so an invalid one is content as a whole."""
     yield from reader.skip_space()
     for opener in openers:
-        if (yield from reader.match(opener)):
+        if (yield from reader.consume_literal(opener)):
             any_name = True
             yield from reader.skip_space()
             break
     beginnings = () if any_name else ("[%s(",)
-    if not (yield from reader.match("[")):
+    if not (yield from reader.consume_literal("[")):
         writer.write_kept_as_content(reader, beginnings)
         return
     while True:
@@ -122,21 +122,21 @@ def _python_list(
         name = yield from reader.read_name()
         is_call = writer.accepts(name, any_name=any_name) and (yield from reader.peek()) == "("
         is_call = is_call and (yield from read_balanced_brackets(reader, quotes="\"'"))
-        arguments = parse_python_call(reader.text[start : reader.at]) if is_call else None
+        arguments = python_arguments_as_json(reader.text[start : reader.at]) if is_call else None
         if arguments is None:
             writer.write_kept_as_content(reader, beginnings)
             return
         writer.begin(name)
-        writer.arguments(arguments)
-        reader.take()
+        writer.write_arguments(arguments)
+        reader.take_kept()
         beginnings = ()
         yield from reader.skip_space()
-        if (yield from reader.match(",")):
+        if (yield from reader.consume_literal(",")):
             continue
-        if (yield from reader.match("]")):
+        if (yield from reader.consume_literal("]")):
             yield from reader.skip_space()
-            is_closed = yield from reader.match(PYTHONIC_MARKERS[1])
-            reader.take()
+            is_closed = yield from reader.consume_literal(PYTHONIC_MARKERS[1])
+            reader.take_kept()
             if not is_closed:
                 reader.restore_kept()
         else:

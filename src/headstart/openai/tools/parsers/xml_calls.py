@@ -9,7 +9,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from headstart.openai.tools.parsers.argument_types import STRING, ArgumentTypes, argument_as_json
+from headstart.openai.tools.parsers.argument_types import STRING, ToolArgumentTypes, argument_as_json
 from headstart.openai.tools.parsers.call_writer import ChatDeltaWriter
 from headstart.openai.tools.parsers.text_reader import Read, TextReader, first_marker, num_chars_of_partial_marker
 
@@ -47,20 +47,20 @@ def read_qwen3_coder_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[
     opening, closing = CALL_MARKERS
     begin = QWEN3_CODER_FORM.name[0]
     openers = (opening,) if writer.needs_marker else (opening, begin)
-    while (yield from writer.write_content_until(reader, openers)):
+    while (yield from writer.write_content_until_opener(reader, openers)):
         any_name = not reader.text.endswith(begin, 0, reader.at)
         if any_name:
             yield from reader.skip_space()
-            if not (yield from reader.match(begin)):
+            if not (yield from reader.consume_literal(begin)):
                 writer.write_kept_as_content(reader)
                 continue
         is_call = yield from _call(QWEN3_CODER_FORM, reader, writer, any_name=any_name)
         while is_call:  # in one pair of markers there may be several
             yield from reader.skip_space()
-            if (yield from reader.match(closing)):
-                reader.take()
+            if (yield from reader.consume_literal(closing)):
+                reader.take_kept()
                 break
-            if not (yield from reader.match(begin)):
+            if not (yield from reader.consume_literal(begin)):
                 reader.restore_kept()
                 break
             is_call = yield from _call(QWEN3_CODER_FORM, reader, writer, any_name=True)
@@ -70,7 +70,7 @@ def read_qwen3_coder_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[
 
 def read_glm45_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
     """Read text with <tool_call>f<arg_key>a</arg_key><arg_value>...</arg_value></tool_call>."""
-    while (yield from writer.write_content_until(reader, CALL_MARKERS[:1])):
+    while (yield from writer.write_content_until_opener(reader, CALL_MARKERS[:1])):
         yield from reader.skip_space()
         if not (yield from _call(GLM45_FORM, reader, writer, any_name=True)):
             writer.write_kept_as_content(reader)
@@ -80,45 +80,45 @@ def _call(form: XmlCallFormat, reader: TextReader, writer: ChatDeltaWriter, *, a
     """Read a call from its name on; return False if this is none. After True, kept text is not part of the call."""
     name = yield from reader.read_name()
     yield from reader.skip_space()
-    if not (yield from reader.match(form.name[1])) or not writer.accepts(name, any_name=any_name):
+    if not (yield from reader.consume_literal(form.name[1])) or not writer.accepts(name, any_name=any_name):
         return False
-    types: ArgumentTypes | None = None
+    types: ToolArgumentTypes | None = None
     separator = "{"
     while True:
         yield from reader.skip_space()
         key = yield from _key(form, reader)
-        is_end = key is None and (yield from reader.match(form.ends[0]))
+        is_end = key is None and (yield from reader.consume_literal(form.ends[0]))
         if types is None:
             if key is None and not is_end:
                 return False
             writer.begin(name)
             types = writer.argument_types_of(name)
         if key is None:
-            writer.arguments("" if reader.is_cut_off else "}" if separator != "{" else "{}")
+            writer.write_arguments("" if reader.is_cut_off else "}" if separator != "{" else "{}")
             if is_end:
-                reader.take()
+                reader.take_kept()
             else:
                 reader.restore_kept()
             return True
         before = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
         separator = ", "
-        if not (yield from _value(form, reader, _ValueWriter(writer, before, types.of(key)))):
+        if not (yield from _value(form, reader, _ValueWriter(writer, before, types.types_of_argument(key)))):
             return True
 
 
 def _key(form: XmlCallFormat, reader: TextReader) -> Read[str | None]:
     """Consume the name of an argument and the beginning of its value; return None and consume nothing without one."""
     at = reader.at
-    if (yield from reader.match(form.key[0])):
+    if (yield from reader.consume_literal(form.key[0])):
         start = reader.at
         while reader.at < start + MAX_KEY and (char := (yield from reader.peek())) and char not in "<>\n":
             reader.at += 1
         key = reader.text[start : reader.at]
-        if (yield from reader.match(form.key[1])):
+        if (yield from reader.consume_literal(form.key[1])):
             if not form.value[0]:
                 return key
             yield from reader.skip_space()
-            if (yield from reader.match(form.value[0])):
+            if (yield from reader.consume_literal(form.value[0])):
                 return key
     reader.at = at
     return None
@@ -127,26 +127,26 @@ def _key(form: XmlCallFormat, reader: TextReader) -> Read[str | None]:
 def _value(form: XmlCallFormat, reader: TextReader, value: "_ValueWriter") -> Read[bool]:
     """Write a value and consume its end; return False if the text ends before, all of which is consumed then."""
     if form.is_padded:
-        yield from reader.match("\n")
-    reader.take()
+        yield from reader.consume_literal("\n")
+    reader.take_kept()
     closing = form.value[1]
     closings = (f"\n{closing}", closing) if form.is_padded else (closing,)
     while True:
         found = first_marker(reader.text, closings)
         held = num_chars_of_partial_marker(reader.text, closings) if found is None else len(reader.text) - found.start
         reader.at = len(reader.text) - held
-        value.write(reader.take())
+        value.write(reader.take_kept())
         if found is not None:
             reader.at = len(found.marker)
             if (yield from _is_end(form, reader, value, found.marker)):
                 value.end()
-                reader.take()
+                reader.take_kept()
                 return True
             reader.at = len(found.marker)
-            value.write(reader.take())
+            value.write(reader.take_kept())
         elif reader.ended:
             reader.at = len(reader.text)
-            reader.take()
+            reader.take_kept()
             return False
         else:
             yield
@@ -162,7 +162,7 @@ def _is_end(form: XmlCallFormat, reader: TextReader, value: "_ValueWriter", mark
         followers = (form.key[0], *form.ends)
         behind = reader.at
         for follower in followers:
-            if (yield from reader.match(follower)):
+            if (yield from reader.consume_literal(follower)):
                 break
         else:
             unread = reader.text[behind:]
@@ -189,7 +189,7 @@ class _ValueWriter:
     def write(self, text: str) -> None:
         """Append text."""
         if self._held is None:
-            self._writer.arguments(_escaped(text))
+            self._writer.write_arguments(_escaped(text))
             return
         self._held.append(text)
         self._num_held += len(text)
@@ -205,13 +205,13 @@ class _ValueWriter:
     def end(self) -> None:
         """End the value."""
         if self._held is None:
-            self._writer.arguments('"')
+            self._writer.write_arguments('"')
         else:
-            self._writer.arguments(self._before + argument_as_json("".join(self._held), self._types))
+            self._writer.write_arguments(self._before + argument_as_json("".join(self._held), self._types))
 
     def _become_string(self) -> None:
         held, self._held = self._held or [], None
-        self._writer.arguments(f'{self._before}"{_escaped("".join(held))}')
+        self._writer.write_arguments(f'{self._before}"{_escaped("".join(held))}')
 
     def _follow_quotes(self, text: str) -> None:
         found = _JSON_QUOTE.findall(self._escape + text)

@@ -1,4 +1,4 @@
-"""RoutingTicket: one request's question to Ray's request router. RayFleet: the replicas that Ray lists.
+"""PlacementTicket: one request's question to Ray's request router. RayFleet: the replicas that Ray lists.
 
 Ray calls its request router in a thread of its own, the router of this package lives on the event loop of the ingress.
 Both classes carry values from one to the other; neither blocks.
@@ -24,7 +24,7 @@ class RayFleet:
         self._changed = changed
         self._urls: frozenset[str] | None = None
 
-    def report(self, urls: Iterable[str]) -> None:
+    def report_urls(self, urls: Iterable[str]) -> None:
         """Pass on the addresses of all replicas that Ray lists now. May be called from any thread."""
         self.loop.call_soon_threadsafe(self._report, frozenset(urls))
 
@@ -34,7 +34,7 @@ class RayFleet:
             self._changed([ReplicaAddress(url) for url in sorted(urls)])
 
 
-class RoutingTicket:
+class PlacementTicket:
     """One request for a placement. It is answered once: `decision` is the request at its replica, or the error.
 
     A replica receives `request_id` in its place.
@@ -50,7 +50,7 @@ class RoutingTicket:
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self.request_id,)
 
-    async def rank(self, names: Collection[str]) -> Sequence[str]:
+    async def rank_replicas(self, names: Collection[str]) -> Sequence[str]:
         """Return the names of the candidates, best first; none if there is no decision to make. From any loop."""
         if asyncio.get_running_loop() is self.fleet.loop:
             return self._rank(names)
@@ -72,7 +72,7 @@ class RoutingTicket:
         return [in_flight.endpoint.name, *in_flight.fallbacks]
 
 
-class IntroductionTicket:
+class FleetIntroduction:
     """A call that goes to any replica: by it Ray's request router gets to know the fleet before the first request."""
 
     def __init__(self, fleet: RayFleet) -> None:
@@ -81,6 +81,6 @@ class IntroductionTicket:
     def __reduce__(self) -> tuple[Any, ...]:
         return str, ("introduction",)
 
-    async def rank(self, names: Collection[str]) -> Sequence[str]:
+    async def rank_replicas(self, names: Collection[str]) -> Sequence[str]:
         """Return the names as they come."""
         return tuple(names)

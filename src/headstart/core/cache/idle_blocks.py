@@ -1,4 +1,4 @@
-"""FreeBlocks: published blocks without references, and the order in which they are evicted.
+"""IdleBlocks: published blocks without references, and the order in which they are evicted.
 
 The order has three levels: first the tenant with the most blocks beyond its protected share; then the lowest retention
 priority; then the eviction policy. Blocks referenced by queued requests are evicted after all other evictable ones.
@@ -78,7 +78,7 @@ class _Shelf:
         return found
 
 
-class FreeBlocks:
+class IdleBlocks:
     """The idle blocks of a pool. `marks` and `tenants` hold the state of each block, idle or not.
 
     Shares are those of a pool of `size` blocks, to which this one may grow.
@@ -111,10 +111,10 @@ class FreeBlocks:
         return bool(self._seen) and self._protected_share > 0
 
     @property
-    def block_tables(self) -> list[OrderedDict[int, None]]:
+    def backing_tables(self) -> list[OrderedDict[int, None]]:
         """All tables that hold idle blocks, for a pool that is dismantled."""
         levels = (order for shelf in self._shelves.values() for order in shelf.levels.values())
-        return [table for order in levels for table in order.block_tables] + [s.aside for s in self._shelves.values()]
+        return [table for order in levels for table in order.backing_tables] + [s.aside for s in self._shelves.values()]
 
     def add_blocks(self, num: int) -> None:
         """Add state for `num` more blocks, none of them idle."""
