@@ -35,7 +35,7 @@ def can_compile() -> bool:
     if sys.platform != "linux" or platform.machine() != "x86_64" or os.environ.get("HEADSTART_KERNELS") == "none":
         return False
     try:
-        return bool(BUILDER.find_compiler(os.environ))
+        return bool(BUILDER.find_cxx_compiler(os.environ))
     except BUILDER.BuildError:
         return False
 

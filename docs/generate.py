@@ -24,7 +24,7 @@ from headstart.core.engine import EngineInfo, EngineStats
 from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.proxy.proxy import ProxiedCall
 from headstart.gateway.proxy.request_reader import ParsedRequest, RequestParser
-from headstart.gateway.proxy.upstream import AttemptFailure
+from headstart.gateway.proxy.upstream import AttemptFailureReason
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.gateway.replicas.replica_monitor import MonitoredReplica
 from headstart.http.logs import ServerLog
@@ -75,7 +75,7 @@ class _Tracer:
 def metrics() -> str:
     """Return the table of all metrics of a server."""
     source = ServerMetrics("m", ("/health",))
-    source.watch(_Engine())
+    source.register_engine_collectors(_Engine())
     source.watch_tracer(_Tracer())
     source.count_answer("/health", "GET", 200)
     source.record_prompt_tokens("t", PromptTokenBreakdown())
@@ -105,12 +105,12 @@ async def _router_page() -> str:
             ParsedRequest(in_flight.view.request, b"", applied_rules=(("tools", 1),)),
             "id",
             in_flight=in_flight,
-            failures=[AttemptFailure.LOST],
+            failures=[AttemptFailureReason.LOST],
         )
         state.metrics.count_call_outcome(call)
         state.metrics.watch_tracer(_Tracer())
         state.metrics.count_answer("/health", "GET", 200)
-        state.open_index(MonitoredReplica(ReplicaAddress("http://r", "ipc:///unused")))
+        state.open_replica_index(MonitoredReplica(ReplicaAddress("http://r", "ipc:///unused")))
         page = state.metrics.expose().decode()
         await state.close()
         return page

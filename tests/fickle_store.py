@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from headstart.core.cache.block_store import BlockKey, BlockSource, BlockStore, LoadedBlocks, StoreStats
+from headstart.core.cache.block_store import BlockKey, BlockLoadPart, BlockSource, BlockStore, StoreStats
 from headstart.core.cache.hashing import BlockHash
-from headstart.store.format import HEADER_BYTES, decode_header
+from headstart.store.format import HEADER_BYTES, decode_segment_header
 
 LOAD_SECONDS = 300.0
 
@@ -45,7 +45,7 @@ class _Load:
     """One load as its caller sees it."""
 
     load_id: int
-    parts: deque[LoadedBlocks]
+    parts: deque[BlockLoadPart]
     polls: int  # before the next part is handed over
 
 
@@ -73,10 +73,10 @@ class FickleStore:
     is_direct: bool = False
     _loads: deque[_Load] = field(default_factory=deque[_Load], init=False)
     _late: list[_Late] = field(default_factory=list[_Late], init=False)
-    _handed_out: list[LoadedBlocks] = field(default_factory=list[LoadedBlocks], init=False)
+    _handed_out: list[BlockLoadPart] = field(default_factory=list[BlockLoadPart], init=False)
 
-    def start_writing(self, source: BlockSource) -> None:
-        self.inner.start_writing(source)
+    def set_block_source(self, source: BlockSource) -> None:
+        self.inner.set_block_source(source)
 
     def contains(self, name: BlockHash) -> bool:
         return self.inner.contains(name) or self._happens(self.troubles.boast)
@@ -103,7 +103,7 @@ class FickleStore:
         parts = self._whole(load_id) if asked else []
         if not asked:
             self._whole(load_id)
-        parts = [part for loaded in parts for part in self._cut(loaded)] or [LoadedBlocks(load_id, (), True)]
+        parts = [part for loaded in parts for part in self._cut(loaded)] or [BlockLoadPart(load_id, (), True)]
         parts[-1] = parts[-1]._replace(is_last=True)
         troubles.loaded_blocks += sum(len(part.data) for part in parts)
         troubles.misses += len(keys) > sum(len(part.data) for part in parts)
@@ -116,9 +116,9 @@ class FickleStore:
             self.inner.cancel_load(load_id, is_late=is_late)
         self._loads = deque(load for load in self._loads if load.load_id != load_id)
 
-    def poll_loads(self) -> list[LoadedBlocks]:
+    def poll_loads(self) -> list[BlockLoadPart]:
         """One tick: the oldest load comes nearer by one poll."""
-        ready: list[LoadedBlocks] = []
+        ready: list[BlockLoadPart] = []
         self._pass_on()
         if self.is_direct:
             ready = [self._copied(loaded) for loaded in self.inner.poll_loads()]
@@ -135,7 +135,7 @@ class FickleStore:
         self._handed_out += ready
         return ready
 
-    def release_loaded(self, loaded: LoadedBlocks) -> None:
+    def release_loaded(self, loaded: BlockLoadPart) -> None:
         found = [index for index, other in enumerate(self._handed_out) if other is loaded]
         assert len(found) == 1, "handed back twice, or never handed out"
         del self._handed_out[found[0]]
@@ -143,9 +143,9 @@ class FickleStore:
             view = memoryview(data)
             view[:] = b"\xff" * len(view)  # NaN, for a reader that kept it
 
-    def wait_for_loads(self, timeout: float) -> None:
+    def wait_for_any_load(self, timeout: float) -> None:
         if self.is_direct:
-            self.inner.wait_for_loads(timeout)
+            self.inner.wait_for_any_load(timeout)
         elif self._loads:
             self._loads[0].polls = 0
 
@@ -204,12 +204,12 @@ class FickleStore:
             return self.rng.randint(1, 12)
         return 0
 
-    def _whole(self, load_id: int) -> list[LoadedBlocks]:
+    def _whole(self, load_id: int) -> list[BlockLoadPart]:
         """All of one load of the inner store, copied."""
-        parts: list[LoadedBlocks] = []
+        parts: list[BlockLoadPart] = []
         give_up = time.monotonic() + LOAD_SECONDS
         while time.monotonic() < give_up:
-            self.inner.wait_for_loads(0.01)
+            self.inner.wait_for_any_load(0.01)
             for loaded in self.inner.poll_loads():
                 assert loaded.load_id == load_id, "of a load that is over"
                 parts.append(self._copied(loaded))
@@ -217,17 +217,17 @@ class FickleStore:
                 return parts
         raise AssertionError("a load never ended")
 
-    def _copied(self, loaded: LoadedBlocks) -> LoadedBlocks:
+    def _copied(self, loaded: BlockLoadPart) -> BlockLoadPart:
         copy = loaded._replace(data=tuple(map(bytearray, loaded.data)))
         self.inner.release_loaded(loaded)
         return copy
 
-    def _cut(self, loaded: LoadedBlocks) -> list[LoadedBlocks]:
+    def _cut(self, loaded: BlockLoadPart) -> list[BlockLoadPart]:
         """The same in pieces."""
-        data, pieces = loaded.data, list[LoadedBlocks]()
+        data, pieces = loaded.data, list[BlockLoadPart]()
         while data:
             size = self.rng.randint(1, len(data))
-            pieces.append(LoadedBlocks(loaded.load_id, data[:size], False))
+            pieces.append(BlockLoadPart(loaded.load_id, data[:size], False))
             data = data[size:]
         return pieces
 
@@ -238,8 +238,8 @@ class FickleStore:
             at = raw.find(name, HEADER_BYTES)
             if at < 0:
                 continue
-            header = decode_header(raw[:HEADER_BYTES], bytes.fromhex(path.stem))
-            size = header.shape.entry_bytes
+            header = decode_segment_header(raw[:HEADER_BYTES], bytes.fromhex(path.stem))
+            size = header.shape.table_entry_bytes
             first, num = at - (at - HEADER_BYTES) % size, size
             if self._happens(0.8):
                 first, num = header.payload_offset((at - HEADER_BYTES) // size), header.shape.block_bytes
@@ -259,7 +259,7 @@ class LyingStore(FickleStore):
     lies: int = 0
     _others: list[bytes] = field(default_factory=list[bytes], init=False)
 
-    def poll_loads(self) -> list[LoadedBlocks]:
+    def poll_loads(self) -> list[BlockLoadPart]:
         ready = super().poll_loads()
         for loaded in ready:
             for data in loaded.data:

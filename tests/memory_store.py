@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from headstart.core.cache.block_store import BlockKey, BlockSource, Data, LoadedBlocks, StoreStats
+from headstart.core.cache.block_store import BlockKey, BlockLoadPart, BlockSource, Data, StoreStats
 from headstart.core.cache.hashing import BlockHash
 
 Shelf = dict[BlockHash, tuple[BlockKey, bytes]]
@@ -59,7 +59,7 @@ class MemoryStore:
     _offers: list[_Offer] = field(default_factory=list)
     _source: BlockSource | None = None
 
-    def start_writing(self, source: BlockSource) -> None:
+    def set_block_source(self, source: BlockSource) -> None:
         self._source = source
 
     def contains(self, name: BlockHash) -> bool:
@@ -80,9 +80,9 @@ class MemoryStore:
         self.cancelled.append((load_id, is_late))
         self._jobs = [job for job in self._jobs if job.load_id != load_id]
 
-    def poll_loads(self) -> list[LoadedBlocks]:
+    def poll_loads(self) -> list[BlockLoadPart]:
         self._write()
-        found: list[LoadedBlocks] = []
+        found: list[BlockLoadPart] = []
         for job in self._jobs:
             if job.polls:
                 job.polls -= 1
@@ -91,12 +91,12 @@ class MemoryStore:
         self._jobs = [job for job in self._jobs if not any(f.load_id == job.load_id and f.is_last for f in found)]
         return found
 
-    def release_loaded(self, loaded: LoadedBlocks) -> None:
+    def release_loaded(self, loaded: BlockLoadPart) -> None:
         for data in loaded.data:
             assert isinstance(data, bytearray)
             data[:] = b"\xaa" * len(data)  # a reader that kept it sees the change
 
-    def wait_for_loads(self, timeout: float) -> None:
+    def wait_for_any_load(self, timeout: float) -> None:
         self.num_waits += 1
 
     def offer_block(self, block: int, version: int, key: BlockKey) -> None:
@@ -141,10 +141,10 @@ class MemoryStore:
             else:
                 self.shelf[offer.key.block_hash] = offer.key, bytes(data)
 
-    def _piece(self, job: _Job) -> LoadedBlocks:
+    def _piece(self, job: _Job) -> BlockLoadPart:
         if self.habits.fails():
             self.num_failed += 1
-            return LoadedBlocks(job.load_id, (), True)
+            return BlockLoadPart(job.load_id, (), True)
         asked = job.keys[: max(self.habits.piece(), 1)]
         data: list[Data] = []
         for key in asked:
@@ -155,7 +155,7 @@ class MemoryStore:
         self.num_loaded += len(data)
         job.keys = job.keys[len(data) :]
         job.polls = self.habits.load_delay()
-        return LoadedBlocks(job.load_id, tuple(data), len(data) < len(asked) or not job.keys)
+        return BlockLoadPart(job.load_id, tuple(data), len(data) < len(asked) or not job.keys)
 
 
 NEVER = Habits(expected=lambda num: inf)

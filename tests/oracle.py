@@ -218,7 +218,7 @@ def run_staggered(
                 tally.cached_tokens += output.num_cached_tokens
         tally.full_pool_steps += pool.num_free == 0
         pool.check_invariants()
-    assert pool.num_free + pool.num_pinned_idle == pool.num_usable, "blocks leaked"
+    assert pool.num_free + pool.num_pinned_idle == pool.usable_capacity, "blocks leaked"
     tally.count(engine.stats())
     return tokens
 

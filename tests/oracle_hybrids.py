@@ -29,13 +29,13 @@ class HybridFleet(Fleet):
         engine = super().build()
         runner = engine.executor
         assert isinstance(runner, ModelRunner) and runner.states is not None
-        read, tally = runner.states.begin, self.tally
+        read, tally = runner.states.begin_step, self.tally
 
         def begin(chunks: Sequence, qo_indptr: object) -> tuple:
             tally.states_read += sum(bool(chunk.state) for chunk in chunks)
             return read(chunks, qo_indptr)
 
-        runner.states.begin = begin  # type: ignore[method-assign, assignment]
+        runner.states.begin_step = begin  # type: ignore[method-assign, assignment]
         return engine
 
     def send(self, request: Request) -> None:
@@ -59,7 +59,7 @@ class HybridFleet(Fleet):
         for engine in self.engines:
             while engine.stats().pool.num_loading:
                 self.now += 0.1
-                engine.scheduler.transfers.wait_for_loads(0.01)
+                engine.scheduler.transfers.wait_for_any_load(0.01)
                 engine.scheduler.transfers.publish_loaded(engine.executor, self.now)
         super().close()
 

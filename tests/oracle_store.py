@@ -121,7 +121,7 @@ class Fleet:
     def close(self) -> None:
         for engine in self.engines:
             pool = engine.scheduler.pool
-            assert pool.num_free + pool.num_pinned_idle == pool.num_usable, "blocks leaked"
+            assert pool.num_free + pool.num_pinned_idle == pool.usable_capacity, "blocks leaked"
             assert engine.stats().pool.num_loading == 0, "a load without an end"
             self.end(engine)
         self.tally.runs_with_loads += self.tally.store_tokens > 0

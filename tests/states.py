@@ -222,7 +222,7 @@ def random_run(
     pool = engine.scheduler.pool
     if shelf is not None:
         cached = engine.stats().counters.store_tokens
-    assert pool.num_free == pool.num_usable, "a page of a state is held and has no owner"
+    assert pool.num_free == pool.usable_capacity, "a page of a state is held and has no owner"
     return executor, cached
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from headstart.core.cache.block_store import BlockKey, Data, LoadedBlocks
+from headstart.core.cache.block_store import BlockKey, BlockLoadPart, Data
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.disk import DiskStore
 from headstart.store.files import DiskSpace, FileEntry, FileSystemCalls
@@ -104,9 +104,9 @@ class Disk(FileSystemCalls):
         assert self.gate.wait(PATIENCE)
         self.num_hanging -= 1
 
-    def open(self, path: Path, *, to_write: bool = False) -> int:
+    def open_own_file(self, path: Path, *, to_write: bool = False) -> int:
         self._count("open")
-        return super().open(path, to_write=to_write)
+        return super().open_own_file(path, to_write=to_write)
 
     def create(self, path: Path) -> int:
         self._count("create")
@@ -140,13 +140,13 @@ class Disk(FileSystemCalls):
         self._count("touch")
         super().touch(path)
 
-    def stat(self, path: Path) -> FileEntry:
+    def lstat(self, path: Path) -> FileEntry:
         self._count("stat")
-        return super().stat(path)
+        return super().lstat(path)
 
-    def list(self, folder: Path) -> list[FileEntry]:
+    def list_entries(self, folder: Path) -> list[FileEntry]:
         self._count("list")
-        return super().list(folder)
+        return super().list_entries(folder)
 
     def is_linked(self, fd: int) -> bool:
         self._count("is_linked")
@@ -156,9 +156,9 @@ class Disk(FileSystemCalls):
         self._count("space")
         return super().space(folder)
 
-    def lock(self, path: Path) -> int | None:
+    def try_lock(self, path: Path) -> int | None:
         self._count("lock")
-        return super().lock(path)
+        return super().try_lock(path)
 
 
 WRITING = ("create", "pwritev", "rename", "unlink", "space", "lock", "is_linked")
@@ -191,7 +191,7 @@ def load(store: DiskStore, wanted: Sequence[BlockKey]) -> list[bytes]:
     load_id, found, is_last = store.begin_load(wanted), list[bytes](), False
     give_up = time.monotonic() + PATIENCE
     while not is_last and time.monotonic() < give_up:
-        store.wait_for_loads(0.5)
+        store.wait_for_any_load(0.5)
         for loaded in store.poll_loads():
             assert loaded.load_id == load_id and not is_last
             found += copied(store, loaded)
@@ -200,7 +200,7 @@ def load(store: DiskStore, wanted: Sequence[BlockKey]) -> list[bytes]:
     return found
 
 
-def copied(store: DiskStore, loaded: LoadedBlocks) -> list[bytes]:
+def copied(store: DiskStore, loaded: BlockLoadPart) -> list[bytes]:
     """The blocks that came, given back."""
     found = [bytes(data) for data in loaded.data]
     store.release_loaded(loaded)

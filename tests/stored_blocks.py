@@ -59,7 +59,7 @@ def names(blocks: Iterable[Block]) -> list[BlockHash]:
 def read(catalog: SegmentCatalog, blocks: Sequence[Block]) -> tuple[int, str | None]:
     """Return how many of these come back, and why the next does not. Raises AssertionError for a wrong byte."""
     buffer = bytearray(b"?" * (len(blocks) * SHAPE.block_bytes))
-    num_blocks, miss, _ = catalog.read([key for key, _ in blocks], memoryview(buffer))
+    num_blocks, miss, _ = catalog.read_blocks_until_miss([key for key, _ in blocks], memoryview(buffer))
     expected = b"".join(content for _, content in blocks[:num_blocks])
     assert buffer[: len(expected)] == expected, f"wrong bytes served for one of {num_blocks} blocks"
     assert (miss is None) == (num_blocks == len(blocks)), (num_blocks, miss)
@@ -70,7 +70,7 @@ def fill(folder: Path, blocks: Sequence[Block], max_bytes: int = SMALL, shape: S
     """Writes these as a process of its own would; returns the new segment file. They must fit into one."""
     before = set(segment_files(folder))
     writer = SegmentCatalog(folder, shape, max_bytes)
-    writer.append(blocks)
+    writer.write_new_blocks(blocks)
     writer.close()
     (path,) = set(segment_files(folder)) - before
     return path
@@ -81,8 +81,8 @@ def opened(
 ) -> SegmentCatalog:
     """A catalog as another process has it after its start. What is damaged is believed at the second look."""
     catalog = SegmentCatalog(folder, SHAPE, max_bytes, files, clock or FakeClock())
-    catalog.refresh()
-    catalog.refresh()
+    catalog.refresh_from_other_writers()
+    catalog.refresh_from_other_writers()
     return catalog
 
 
@@ -92,5 +92,5 @@ def segment_files(folder: Path) -> list[Path]:
 
 def age(path: Path, seconds: float) -> None:
     """Sets its mtime to so long ago."""
-    mtime = FileSystemCalls().mtime_now() - seconds
+    mtime = FileSystemCalls().mtime_clock_now() - seconds
     os.utime(path, (mtime, mtime))

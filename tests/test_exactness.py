@@ -26,7 +26,7 @@ from headstart.model.packed_kv import PackedKV
 from headstart.model.sampling.sampler import Sampler
 from headstart.model.step_inputs import build_step_inputs
 
-pytestmark = pytest.mark.skipif(library.kernels_in_use() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(library.kernel_library_in_use() is None, reason="no compiled kernels here")
 RUNNABLE = library.runnable_variants()
 
 
@@ -63,13 +63,13 @@ Patch = pytest.MonkeyPatch
 
 def scaled_logits(patch: Patch, applies: Callable[[torch.Tensor], bool]) -> None:
     """Plant a small error in the logits of steps for which `applies(rows)`."""
-    right = Decoder.logits
+    right = Decoder.logits_from_hidden
 
     def logits(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
         found = right(self, hidden)
         return found * (1 + 2**-7) if applies(hidden) else found
 
-    patch.setattr(Decoder, "logits", logits)
+    patch.setattr(Decoder, "logits_from_hidden", logits)
 
 
 def rows_depend_on_their_number(patch: Patch) -> None:

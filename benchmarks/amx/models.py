@@ -35,7 +35,7 @@ from headstart.model.layers.decoder import Decoder, load_decoder  # noqa: E402
 from headstart.model.layers.linear import WeightForm  # noqa: E402
 from headstart.model.layers.rotary import RopeConfig  # noqa: E402
 from headstart.model.paged_kv import TokenKVShape  # noqa: E402
-from headstart.model.step_inputs import StepInputRanges, build_step_inputs  # noqa: E402
+from headstart.model.step_inputs import StepInputBounds, build_step_inputs  # noqa: E402
 from headstart.model.weights.model_config import ModelConfig  # noqa: E402
 from headstart.model.weights.shapes import DecoderShape  # noqa: E402
 
@@ -110,7 +110,7 @@ class Model:
         self._attention = CPUAttention(
             self._kv, num_blocks=num_blocks, block_size=BLOCK, dtype=torch.bfloat16, device=CPU
         )
-        self._bounds = StepInputRanges(num_blocks, BLOCK, shape.vocab_size, config.max_model_len)
+        self._bounds = StepInputBounds(num_blocks, BLOCK, shape.vocab_size, config.max_model_len)
 
     @classmethod
     def random(cls, variant: str, *, layers: int = 12, form: WeightForm | None = None) -> Self:
@@ -141,7 +141,9 @@ class Model:
         step, kept, errors = build_step_inputs(batch, self._bounds, CPU)
         assert step is not None and len(kept) == len(rows), errors
         hidden = self.decoder.forward(step, self._attention.begin_step(step))
-        return self.decoder.logits(hidden.index_select(0, torch.from_numpy(step.qo_indptr[1:].astype("int64") - 1)))
+        return self.decoder.logits_from_hidden(
+            hidden.index_select(0, torch.from_numpy(step.qo_indptr[1:].astype("int64") - 1))
+        )
 
     def attention(self, length: int) -> Callable[[], Tensor]:
         """Return a call that computes one layer's attention of a new prompt."""

@@ -10,7 +10,7 @@ from headstart.core.executor import Executor
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.model.kernels.block_hashes import compiled_hash_chain
+from headstart.model.kernels.block_hashes import load_compiled_hash_chain
 from headstart.model.layers.decoder import Decoder, load_decoder
 from headstart.model.paged_kv import TokenKVShape
 from headstart.model.weights.model_config import ModelConfig, parse_config
@@ -86,4 +86,4 @@ def make_engine(
         enable_prefix_caching=caching,
         policy="lpm",
     )
-    return Engine(Scheduler(config, chain=compiled_hash_chain()), executor)
+    return Engine(Scheduler(config, chain=load_compiled_hash_chain()), executor)

@@ -42,9 +42,9 @@ from headstart.model.cuda.triton_attention import (
     merge_partial_results,
 )
 from headstart.model.cuda.triton_rotary import rotate_and_append_kv
-from headstart.model.kernels.block_hashes import compiled_hash_chain
+from headstart.model.kernels.block_hashes import load_compiled_hash_chain
 from headstart.model.layers.decoder import Decoder
-from headstart.workload.synthetic import rotations
+from headstart.workload.synthetic import rotated_prompts
 
 GPU = torch.device("cuda")
 ROW_TILES = ((4, 1024, 4), (4, 2048, 4), (2, 1024, 4), (8, 512, 4), (2, 2048, 8), (1, 4096, 4), (8, 1024, 8))
@@ -198,7 +198,7 @@ def kernels(log: Log, runner: CudaRunner, figures: Figures) -> None:
         "1 stream": ([prefix + figures.tokens(16)], 12),
         "32 streams": ([prefix + figures.tokens(16) for _ in range(32)], 12),
         "a prompt of 4,096": ([figures.tokens(4096)], 1),
-        "8 rotations cold": (rotations(figures.tokens(1025), 8), 1),
+        "8 rotations cold": (rotated_prompts(figures.tokens(1025), 8), 1),
         "104 of 1,000": ([prefix[:896] + figures.tokens(104)], 1),
     }
     for name, (prompts, count) in cases.items():
@@ -286,7 +286,7 @@ def decodes(log: Log) -> None:
             meta[layout.positions_offset :],
             meta[layout.singles_offset :],
         )
-        merged = meta[layout.merged_tokens_offset :][: layout.merged], meta[layout.first_parts_offset :]
+        merged = meta[layout.merged_tokens_offset :][: layout.merged], meta[layout.first_part_indices_offset :]
         shown: dict[str, float] = {}
 
         def once(shape: TileShape, programs: int, common: Any = common, merged: Any = merged) -> None:
@@ -317,7 +317,7 @@ def append(log: Log) -> None:
 
 def main() -> None:
     """Run the parts that are named."""
-    compiled_hash_chain()  # hashes are compiled, as in the product, if there is a compiler
+    load_compiled_hash_chain()  # hashes are compiled, as in the product, if there is a compiler
     os.environ.setdefault("HEADSTART_KERNELS", "none")
     path, parts = Path(sys.argv[1]), set(sys.argv[2:])
     parts = parts or {"bits", "tokens", "exact", "syncs", "7b", "0.6b", "tune", "append", "decodes", "prefill", "end"}

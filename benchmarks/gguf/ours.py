@@ -39,7 +39,7 @@ def main() -> None:
         answers = llm.chat(chats, sampling)
         rows = [
             {
-                "text": llm.tokenizer.render_chat(chat),
+                "text": llm.tokenizer.render_chat_text(chat),
                 "prompt": list(answer.prompt_token_ids),
                 "tokens": list(answer.token_ids),
                 "best": [[logprob for _, logprob in token.top[:2]] for token in answer.logprobs or ()],

@@ -43,9 +43,9 @@ from headstart.store import catalog
 from headstart.store.catalog import SegmentCatalog
 from headstart.store.files import FileSystemCalls
 from headstart.store.format import SegmentHeader, StoredBlockFormat
-from headstart.workload.belady import belady_hits, infinite_cache_hits
+from headstart.workload.belady import belady_hits_per_request, infinite_cache_hits
 from headstart.workload.block_paths import overlap_sessions, trace_block_paths
-from headstart.workload.recorded.trace_files import read_trace_file
+from headstart.workload.recorded.trace_files import read_trace_path
 from headstart.workload.recorded.trace_units import TraceUnits
 
 PER_TOKEN, PER_PAIR = 62.8e-6, 1.5e-9  # seconds: of the simulator's profile `reference`
@@ -386,11 +386,11 @@ class RealFolder:
         shape = StoredBlockFormat(bytes(32), 16, 64)
         slots = max(size // SEGMENTS, 4)
         one = SegmentHeader(shape, 1, bytes(8)).file_bytes
-        catalog.MIN_SEGMENT_BYTES = one + slots * (shape.block_bytes + shape.entry_bytes)
+        catalog.MIN_SEGMENT_BYTES = one + slots * (shape.block_bytes + shape.table_entry_bytes)
         num_bytes = (size // slots + 1) * SegmentHeader(shape, slots, bytes(8)).file_bytes
         folder = Path(self._temporary.name) / "kv"
         self._catalog = SegmentCatalog(folder, shape, num_bytes, self._files, lambda: self._files.seconds)
-        self._catalog.refresh()
+        self._catalog.refresh_from_other_writers()
         write = self._catalog._eviction._write
         self._catalog._eviction._write = lambda blocks: (self._count(len(blocks)), write(blocks))[1]
 
@@ -399,11 +399,11 @@ class RealFolder:
 
     def use(self, path: Sequence[int], num_new: int) -> None:
         self._files.seconds += 2.0
-        self._catalog.used([self._key(block).block_hash for block in path])
+        self._catalog.mark_used([self._key(block).block_hash for block in path])
 
     def offer(self, block: int) -> None:
         self._catalog.make_room(64, kept=())
-        self._count(self._catalog.append([(self._key(block), bytes(64))]))
+        self._count(self._catalog.write_new_blocks([(self._key(block), bytes(64))]))
         if self._catalog._writer is not None:
             self._files.touch(self._catalog._writer.path)
 
@@ -420,7 +420,7 @@ class VirtualFiles(FileSystemCalls):
     def __init__(self) -> None:
         self.seconds, self._num_touches = time.time(), 0
 
-    def mtime_now(self) -> float:
+    def mtime_clock_now(self) -> float:
         return self.seconds
 
     def touch(self, path: Path) -> None:
@@ -479,7 +479,7 @@ def measure(
     least = total - sum(infinite_cache_hits(chains.paths))
     found: dict[str, object] = {"trace": chains.name, "requests": len(chains.paths), "distinct": chains.num_distinct}
     found |= {"pool": pool, "tier": tier, "blocks": total, "least": least}
-    bound = total - sum(belady_hits(chains.paths, pool + tier))
+    bound = total - sum(belady_hits_per_request(chains.paths, pool + tier))
     found["bound"] = {"hits": 1 - bound / total, "redundancy": bound / least}
     for policy in policies:
         began = time.process_time()
@@ -498,7 +498,7 @@ def measure(
 
 def halves(name: str, path: Path, at_once: int, tokens: int) -> list[Chains]:
     """Return the prompts of each half of a trace in blocks of at least so many tokens."""
-    trace = read_trace_file(path, TraceUnits()).up_to_length(200_000)
+    trace = read_trace_path(path, TraceUnits()).up_to_length(200_000)
     if at_once:
         trace = overlap_sessions(trace, at_once)
     prompts = trace_block_paths(trace)

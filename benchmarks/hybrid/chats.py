@@ -80,7 +80,7 @@ def prompt_of(tokenizer: Tokenizer, users: list[str], answers: list[list[int]]) 
     """Return the tokens of a chat rendered up to the next answer, with the tokens of those so far."""
     said = [{"role": "assistant", "content": MARK}] * len(answers)
     turns = [message for pair in zip([user(text) for text in users], [*said, None], strict=False) for message in pair]
-    pieces = tokenizer.render_chat([SYSTEM, *filter(None, turns)]).split(MARK)
+    pieces = tokenizer.render_chat_text([SYSTEM, *filter(None, turns)]).split(MARK)
     assert len(pieces) == len(answers) + 1
     tokens = list(tokenizer.encode(pieces[0], add_special_tokens=False))
     for answer, piece in zip(answers, pieces[1:], strict=True):

@@ -51,7 +51,7 @@ def measured(runner: ModelRunner, prompt: int, rounds: int) -> dict[str, dict[in
     tokens = array("i", (rng.randrange(3, 4000) for _ in range(2048)))
     blocks, start, states = list(range(1, 129)), prompt, runner.states
     assert states is not None
-    begin = states.begin
+    begin = states.begin_step
 
     def bare(chunks, qo_indptr):
         return tuple(row._replace(saves=()) for row in begin(chunks, qo_indptr))
@@ -70,7 +70,7 @@ def measured(runner: ModelRunner, prompt: int, rounds: int) -> dict[str, dict[in
     for at in range(rounds + 1):
         for num in DRAFTS:
             for kind in found:
-                states.begin = begin if kind == "kept" else bare  # type: ignore[method-assign]
+                states.begin_step = begin if kind == "kept" else bare  # type: ignore[method-assign]
                 elapsed = step(start, 1, num)
                 start += 1
                 if at:

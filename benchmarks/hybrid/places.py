@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from headstart.common_prefix import common_prefix_length
 from headstart.workload.block_paths import overlap_sessions
-from headstart.workload.recorded.trace_files import read_trace_file
+from headstart.workload.recorded.trace_files import read_trace_path
 from headstart.workload.traces import TracedRequest
 
 KV_BYTES = 32 << 10  # per token: 8 layers of full attention, 4 KV heads of 256, keys and values in 2 bytes
@@ -252,7 +252,7 @@ def main() -> None:
     if options.service:
         print(json.dumps(served(), indent=1))
         return
-    recorded, system = read_trace_file(options.trace), system_ends(options.trace)
+    recorded, system = read_trace_path(options.trace), system_ends(options.trace)
     rows: list[dict[str, Any]] = []
     for at_once in options.at_once:
         trace = overlap_sessions(recorded, at_once)

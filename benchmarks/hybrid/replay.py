@@ -23,10 +23,10 @@ from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.eviction import PYTHON
 from headstart.core.cache.kv_cache import NO_HIT, KVCache
 from headstart.core.request import Request
-from headstart.model.kernels.block_hashes import compiled_hash_chain
+from headstart.model.kernels.block_hashes import load_compiled_hash_chain
 from headstart.model.kernels.compiled_blocks import compiled_block_loops
 from headstart.workload.block_paths import overlap_sessions
-from headstart.workload.recorded.trace_files import read_trace_file
+from headstart.workload.recorded.trace_files import read_trace_path
 from headstart.workload.traces import TracedRequest
 
 
@@ -36,13 +36,13 @@ class Replay:
     def __init__(self, num_blocks: int, size: int, policy: str, state_pages: int) -> None:
         self.size = size
         self.pool = BlockPool(num_blocks + 1, eviction_policy=policy, ops=compiled_block_loops() or PYTHON)
-        self.cache = KVCache(self.pool, size, state_pages=state_pages, chain=compiled_hash_chain())
+        self.cache = KVCache(self.pool, size, state_pages=state_pages, chain=load_compiled_hash_chain())
         self.num_served, self.shares = 0, 0.0
 
     def serve(self, traced: TracedRequest) -> tuple[int, int]:
         """Serve one prompt; return the tokens that it reuses and those whose keys and values were there."""
         size, cache, end = self.size, self.cache, traced.length
-        if -(-end // size) > self.pool.num_usable:
+        if -(-end // size) > self.pool.usable_capacity:
             return 0, 0
         tokens = array("i")
         for block in traced.hash_ids[: -(-end // size)]:
@@ -52,18 +52,18 @@ class Replay:
         seq = cache.new_sequence(request, self.num_served)
         self.num_served += 1
         hit = cache.match_prefix(seq)
-        if not cache.extend_table(seq, hit, end):  # its state does not fit beside it
-            assert cache.extend_table(seq, NO_HIT, end), f"a prompt of {end} tokens does not fit"
+        if not cache.adopt_hit_and_extend_table(seq, hit, end):  # its state does not fit beside it
+            assert cache.adopt_hit_and_extend_table(seq, NO_HIT, end), f"a prompt of {end} tokens does not fit"
             hit = NO_HIT
         start = seq.num_computed_tokens
-        state, saves = cache.allocate_state_blocks(seq, start, end) if cache.checkpoints.num_pages else ((), ())
+        state, saves = cache.assign_chunk_state_blocks(seq, start, end) if cache.checkpoints.num_pages else ((), ())
         chunk = Chunk(request.request_id, tokens[start:], start, seq.block_ids, start, 1, request.sampling, end, tokens,
                       state=state, saves=saves)  # fmt: skip
         seq.num_computed_tokens = end
         cache.publish_full_blocks(seq)
         cache.checkpoints.finish_chunk(seq, chunk, end)
         cache.release_table(seq)
-        self.shares += self.pool.num_pages / max(self.pool.num_usable - self.pool.num_scratch, 1)
+        self.shares += self.pool.num_pages / max(self.pool.usable_capacity - self.pool.num_scratch, 1)
         return hit.num_tokens, min(len(hit.block_ids) * size, end - 1) if hit != NO_HIT else 0
 
 
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=["2q", "lru"], help="--eviction-policy")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    recorded = read_trace_file(options.trace)
+    recorded = read_trace_path(options.trace)
     gc.freeze()
     for at_once in options.at_once:
         trace = overlap_sessions(recorded, at_once)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from headstart.model.setup.threads import choose_num_threads
+from headstart.model.setup.threads import configure_num_threads
 
 BUFFER = 512 * 2**20  # bytes per thread: far more than any cache
 SIZES = ((1024, 2048, 4096), (2048, 4096, 4096), (4096, 2048, 2048))  # rows, inputs, outputs
@@ -67,7 +67,7 @@ def _best(work: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=0, help="0: all available cores")
-    threads = choose_num_threads(parser.parse_args().threads)
+    threads = configure_num_threads(parser.parse_args().threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     found = {
         "threads": threads,

@@ -12,7 +12,7 @@ from headstart.config.options import EngineOptions
 from headstart.core.engine import Engine
 from headstart.core.request import Request, SamplingParams
 from headstart.measurement.machine import describe_versions
-from headstart.model.setup.threads import choose_num_threads
+from headstart.model.setup.threads import configure_num_threads
 
 TOKEN_BUDGET = 4096  # per step, as vLLM has
 CONTEXT = 4096  # as vLLM has
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--quantization", default="none", choices=("none", "int8"))
     args = parser.parse_args()
     answers = claim_stdout()
-    threads = choose_num_threads(args.threads)
+    threads = configure_num_threads(args.threads)
     from headstart.engine.assembly import build_engine  # imports torch, which reads the threads' variables
 
     options = EngineOptions(

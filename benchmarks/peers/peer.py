@@ -80,7 +80,7 @@ class Peer:
         self.vocab_size: int = ready["vocab_size"]
         self.about: dict[str, Any] = ready["about"]
 
-    def clear_prefix_cache(self) -> bool:
+    def try_clear_prefix_cache(self) -> bool:
         return bool(self._ask({"op": "reset"})["reset"])
 
     def run(

@@ -12,7 +12,7 @@ from journal import Entry, find
 from peer import GivenUpError, Peer
 from roster import ROSTER
 
-from headstart.bench.rate_report import RateSearchConfig, cached_prefix_load, measure_rate, search_highest_rate
+from headstart.bench.rate_report import RateSearchConfig, cached_prefix_workload, measure_rate, search_highest_rate
 from headstart.workload.request_record import percentile
 from headstart.workload.slo import SHARE, Slo
 from headstart_lab.comparison import Outcome, unloaded_e2e
@@ -92,12 +92,12 @@ def measure_alone(peer: Peer, repetition: int) -> Outcome:
 def measure_load(peer: Peer, repetition: int, rate: float, slo: float) -> Outcome:
     """Measure whether a rate holds. It does not if the peer is far behind long after the last arrival."""
     try:
-        point = measure_rate(peer, cached_prefix_load(), Slo(e2e=slo), rate, _config(repetition))
+        point = measure_rate(peer, cached_prefix_workload(), Slo(e2e=slo), rate, _config(repetition))
     except GivenUpError:
         return Outcome({HELD: 0.0, P90: None}, {}, {}, {}, ())
     known = [record.e2e for record in point.result.trial.records if record.e2e is not None]
     p90 = percentile(known, SHARE) if known else None
-    return Outcome({HELD: float(point.holds), P90: p90}, {LOAD: point.result.redundancy}, {}, {}, ())
+    return Outcome({HELD: float(point.holds), P90: p90}, {LOAD: point.result.redundancy_factor}, {}, {}, ())
 
 
 def time_of(rate: float, slo: float) -> float:

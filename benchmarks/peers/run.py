@@ -25,7 +25,7 @@ from processor import multiplies_bf16
 from roster import HERE, ROSTER, SPIN_COUNT, variables_of
 from table import draw_all
 
-from headstart.bench.cli.cli_run import resolve_bench_model
+from headstart.bench.cli.cli_run import resolve_or_create_bench_model
 from headstart.measurement.machine import describe_machine
 
 ARCHITECTURE = "llama-100m"
@@ -37,7 +37,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGINT, interrupt)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "bench-models"
-    model = resolve_bench_model(args.model, cache)
+    model = resolve_or_create_bench_model(args.model, cache)
     overrides = {row: int(number) for row, _, number in (text.partition("=") for text in args.repetitions)}
     plan = Plan(
         entrants_named(args.peers),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from headstart.model.kernels.library import cpu_flags, cpu_model, kernels_in_use
+from headstart.model.kernels.library import cpu_flags, cpu_model, kernel_library_in_use
 from headstart.model.layers.linear import Linear, WeightForm
 from headstart.model.setup.sizing import apply_threads
 from headstart.model.weights.shapes import SHAPES
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
     apply_threads(options.threads)
-    found = kernels_in_use()
+    found = kernel_library_in_use()
     if found is None:
         parser.error("there are no compiled kernels here")
     shape = SHAPES[options.shape]

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from headstart.model.kernels.chain import ChainBuffers, ChainLink, LinearChain
-from headstart.model.kernels.library import KernelLibrary, cpu_model, kernels_in_use
+from headstart.model.kernels.library import KernelLibrary, cpu_model, kernel_library_in_use
 from headstart.model.kernels.packed import PackedLinear
 from headstart.model.layers.linear import can_pack_weight
 from headstart.model.weights.gguf.block_formats import FORMATS, PackedTensor, dequantise, row_bytes
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--base", nargs="+", type=Path, default=[], help="Shared objects of other builds.")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    found = kernels_in_use()
+    found = kernel_library_in_use()
     if found is None:
         sys.exit("no compiled kernels here")
     libraries = {"blocks": found} | {path.stem: KernelLibrary(found.variant, path) for path in options.base}

@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from headstart.bundled import bundled_model_folder
+from headstart.bundled import bundled_intent_model_folder
 from headstart_lab.prompts.prompt_mistakes import sentence
 from headstart_lab.runners.served_replica import Launch, replica
 
@@ -124,7 +124,7 @@ def main() -> int:
         )
         (folder / "solution.json").write_text(json.dumps({name: role.__name__ for name, role in roles.items()}))
         flags = ("--num-blocks", str(BLOCKS), "--port", str(given.port), "--admin-api-key", ADMIN)
-        server = stack.enter_context(replica(Launch(str(bundled_model_folder()), folder, flags), None))
+        server = stack.enter_context(replica(Launch(str(bundled_intent_model_folder()), folder, flags), None))
         answers = stack.enter_context((folder / "answers.jsonl").open("w"))
         lock = threading.Lock()
 

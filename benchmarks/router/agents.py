@@ -84,11 +84,13 @@ class NamesAsHits(LeastCostPolicy):
         own = self._last.get(session)
         name, tokens = own or self._last.get(root_of(session), ("", 0))
         home = next((one for one in choice.ranked if one.name == name), None)
-        hit = min(tokens, view.prompt_tokens - 1)
-        memo = (session, view.prompt_tokens)
+        hit = min(tokens, view.num_prompt_tokens - 1)
+        memo = (session, view.num_prompt_tokens)
         if home is None or home.name == choice.ranked[0].name or hit <= max(view.candidates.hit_tokens):
             return choice._replace(memo=memo)
-        if home.endpoint.price(view.prompt_tokens, hit, view.now).cost_without_evictions >= min(choice.scores):
+        if home.endpoint.prompt_cost(view.num_prompt_tokens, hit, view.now).cost_without_evictions >= min(
+            choice.scores
+        ):
             return choice._replace(memo=memo)
         order = sorted(range(len(choice.ranked)), key=lambda place: choice.ranked[place].name != name)
         first = tuple(choice.ranked[place] for place in order)
@@ -139,8 +141,8 @@ class OracleOfAll(OraclePolicy):
         replica, endpoint = self._replicas[candidate.name], candidate.endpoint
         size = replica.profile.block_size
         known = ReplicaQueue(replica).num_cached_blocks(view.request.prompt.block_hashes(size)) * size
-        prompt = view.prompt_tokens, min(known, view.prompt_tokens - 1)
-        to_others = EVICTED * endpoint.eviction_cost_ms(*prompt) + endpoint.price(*prompt, view.now).decode
+        prompt = view.num_prompt_tokens, min(known, view.num_prompt_tokens - 1)
+        to_others = EVICTED * endpoint.eviction_cost_ms(*prompt) + endpoint.prompt_cost(*prompt, view.now).decode
         return super()._seconds(view, candidate) + to_others / 1e3
 
 
@@ -248,7 +250,7 @@ def _with_sub_agents(requests: list[SimRequest], row: Row, rng: Random) -> list[
             kind = range((1 << 30) + 1000, (1 << 30) + 1000 + AGENT_IDS)
             ids = requests[parent].block_ids if number % 2 else ConsecutiveIdRuns((kind,))
             assert isinstance(ids, ConsecutiveIdRuns)
-            before, runs = parent, ids.first_ids(requests[parent].prompt_tokens // size).runs
+            before, runs = parent, ids.truncated_to(requests[parent].prompt_tokens // size).runs
             for turn in range(rng.randint(3, 10)):
                 more = rng.randint(10, 60)  # ids of a result, 640 to 3,840 tokens
                 runs = (*runs, range(next_id, next_id + more))

@@ -10,7 +10,7 @@ from headstart.sim.profile_file import datasheet_profile
 from headstart.sim.scenario import FleetScenario, ScenarioEvent
 from headstart.sim.sim_request import SimRequest
 from headstart.sim.sim_store import OffloadTier
-from headstart.sim.sim_workload import read_trace_requests, slice_requests, synthetic_requests
+from headstart.sim.sim_workload import read_trace_requests, slice_and_rebase_requests, synthetic_requests
 from headstart.sim.step_cost import AdditiveCost, PaddedCost, RooflineCost, SuperlinearCost
 
 NUM_REQUESTS = 2000
@@ -33,7 +33,7 @@ def conversation(speed: float, scale: float = 1.0) -> Make:
 
     def make(traces: Path, seed: int, count: int) -> Sequence[SimRequest]:
         requests = read_trace_requests(traces / CONVERSATION, speed=speed * scale)
-        return slice_requests(requests, (seed * count) % 10_000, count)
+        return slice_and_rebase_requests(requests, (seed * count) % 10_000, count)
 
     return make
 

@@ -16,7 +16,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from headstart.measurement.machine import print_figures
+from headstart.measurement.machine import print_figures_with_machine
 from headstart.workload.request_record import percentile
 from headstart_lab.router.decision_cost import PickConfig, decision_times, full_router, times_of_requests
 
@@ -57,7 +57,9 @@ def main() -> int:
                 rows[-1][f"request_ms_{share:.0%}"] = {**means, "all": round(sum(means.values()), 3)}
         gc.unfreeze()
         print(rows[-1], file=sys.stderr, flush=True)
-    print_figures({"bench": "pick sizes", "decisions": asked.decisions, "compiled": not asked.python, "rows": rows})
+    print_figures_with_machine(
+        {"bench": "pick sizes", "decisions": asked.decisions, "compiled": not asked.python, "rows": rows}
+    )
     return 0
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from cells import BASE_ROWS, FACTORS, NUM_REQUESTS, STAGES, SUM, WORKLOADS, conversation
 
 from headstart.router import pricing
-from headstart.router.rate_learner import RateLearner, ReplicaPace
+from headstart.router.rate_learner import RateLearner, ReplicaSlowdown
 from headstart.router.router import Router
 from headstart.router.step_rates import StepRates
 from headstart.sim.sim_fleet import FleetOptions
@@ -51,7 +51,7 @@ class _Fixed(RateLearner):
         pass
 
 
-class _Even(ReplicaPace):
+class _Even(ReplicaSlowdown):
     """A pace that is never learned."""
 
     def learn(self, ratio: float, now: float) -> None:

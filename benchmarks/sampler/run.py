@@ -46,7 +46,7 @@ def main() -> None:
     sizes = [int(size) for size in args.vocab_sizes.split(",")]
     figures: dict[str, dict[str, float]] = {}
     with progress_bar() as bar, torch.inference_mode():
-        bar.stage("sampling", len(sizes) * len(SCALES) * len(KINDS))
+        bar.start_stage("sampling", len(sizes) * len(SCALES) * len(KINDS))
         for size in sizes:
             made = {name: Sampler(size, kernels=kernels) for name, kernels in samplers.items()}
             for form, scale in SCALES.items():

@@ -83,7 +83,7 @@ def simulated(profile: ReplicaProfile, jobs: Sequence[Job]) -> list[RequestRecor
     return [
         one.record
         for one in SimulationConfig(profile, 1, "least-load")
-        .run_workload([request_from_job(job) for job in jobs])
+        .run_new_fleet([request_from_job(job) for job in jobs])
         .records
     ]
 
@@ -148,7 +148,7 @@ def rate_of(jobs: Sequence[Job], profile: ReplicaProfile) -> float:
     low, high = 1e-2, 1e3
     for _ in range(14):
         middle = (low * high) ** 0.5
-        fleet = SimulationConfig(profile, 1, "least-load").run_workload(
+        fleet = SimulationConfig(profile, 1, "least-load").run_new_fleet(
             [request_from_job(replace(job, at=job.at / middle)) for job in jobs]
         )
         low, high = (middle, high) if fleet_report(fleet).busy < BUSY else (low, middle)

@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 from fidelity import simulated, tpot, ttft, with_overhead
 
-from headstart.bench.cli.cli_run import resolve_bench_model
+from headstart.bench.cli.cli_run import resolve_or_create_bench_model
 from headstart.bench.streamed_request import EndpointTarget
 from headstart.engine.assembly import build_engine
 from headstart.measurement.machine import describe_machine, describe_versions
@@ -84,7 +84,7 @@ class Overhead:
 
 def setup_of(model: str, seed: int) -> EngineSetup:
     """Return the setup of `headstart bench fleet` for a folder or a shape."""
-    return EngineSetup(build_engine, resolve_bench_model(model, MODELS), model, threads=1, seed=seed)
+    return EngineSetup(build_engine, resolve_or_create_bench_model(model, MODELS), model, threads=1, seed=seed)
 
 
 def fleet_profile(profile: ReplicaProfile, config: FleetConfig) -> ReplicaProfile:
@@ -168,7 +168,7 @@ def simulate(simulation: SimulationConfig, questions: Sequence[Question], warm_u
     """Return the run of one policy, without its warm-ups; `first` is added to the time before the first token."""
     warm = [replace(warm_up.job, at=0.1 * number) for number in range(WARM_UPS)]
     jobs = [*warm, *(replace(one.job, at=one.job.at + 1.0) for one in questions)]
-    records = [one.record for one in simulation.run_workload([request_from_job(job) for job in jobs]).records]
+    records = [one.record for one in simulation.run_new_fleet([request_from_job(job) for job in jobs]).records]
     counted = [record for record in records if int(record.request_id) >= WARM_UPS]
     return Trial(tuple(replace(record, arrival=record.arrival - first) for record in counted), ())
 

@@ -22,7 +22,7 @@ from headstart.core.cache.kv_cache import KVCache
 from headstart.core.request import Request, SamplingParams
 from headstart.core.speculation.speculation import Speculator
 from headstart.core.speculation.speculation_config import SpeculationConfig
-from headstart.measurement.machine import print_figures
+from headstart.measurement.machine import print_figures_with_machine
 
 KINDS = ("miniswe", "taubench", "quotes", "json", "shuffled", "random")
 SLOPES = (0.024, 0.085, 0.2)
@@ -90,7 +90,7 @@ def main() -> None:
                 row = {"kind": kind, **replay(cases, slope, earlier_outputs=earlier_outputs)}
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-    print_figures({"tokenizer": Path(args.tokenizer).name, "rows": rows})
+    print_figures_with_machine({"tokenizer": Path(args.tokenizer).name, "rows": rows})
 
 
 if __name__ == "__main__":

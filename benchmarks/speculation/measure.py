@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
-from headstart.model.setup.threads import choose_num_threads
+from headstart.model.setup.threads import configure_num_threads
 
 KINDS = ("miniswe", "taubench", "quotes", "json", "shuffled", "random")
 BLOCK = 16
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--config", default='{"method": "ngram"}')
     args = parser.parse_args()
-    choose_num_threads(args.threads)
+    configure_num_threads(args.threads)
     _bench(args)
 
 
@@ -80,7 +80,7 @@ def _bench(args: argparse.Namespace) -> None:
     from texts import Texts
     from tokenizers import Tokenizer
 
-    from headstart.measurement.machine import print_figures
+    from headstart.measurement.machine import print_figures_with_machine
 
     with tempfile.TemporaryDirectory() as scratch:
         engines = Engines(long_context(Path(args.model), Path(scratch)), args)
@@ -103,7 +103,9 @@ def _bench(args: argparse.Namespace) -> None:
             name: getattr(args, name)
             for name in ("tokens", "earlier", "max_prompt", "threads", "quantization", "config")
         }
-        print_figures({"model": Path(args.model).name, "dtype": engines.dtype, "settings": settings, "rows": rows})
+        print_figures_with_machine(
+            {"model": Path(args.model).name, "dtype": engines.dtype, "settings": settings, "rows": rows}
+        )
 
 
 def long_context(model: Path, scratch: Path) -> Path:

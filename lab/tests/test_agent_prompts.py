@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headstart.bundled import bundled_model_folder
+from headstart.bundled import bundled_intent_model_folder
 from headstart_lab.prompts import agent_chats, agent_doctor, agent_replay, tool_order
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def test_a_rule_brings_the_computed_tokens_back_to_those_of_clean_prompts(trace:
 
     def computed(name: str, *, on: bool) -> int:
         mistake, rules = agent_replay.CASES[name]
-        found = agent_replay.replay(bundled_model_folder(), TEMPLATE, chats, mistake, rules if on else ())
+        found = agent_replay.replay(bundled_intent_model_folder(), TEMPLATE, chats, mistake, rules if on else ())
         return found["computed_tokens"]
 
     clean = computed("none", on=False)

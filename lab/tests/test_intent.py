@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headstart.bundled import bundled_model_folder
+from headstart.bundled import bundled_intent_model_folder
 from headstart_lab.intent.intent import (
     INTENTS,
     MAX_SLOT_CHARS,
@@ -42,12 +42,12 @@ def preamble() -> Preamble:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast.from_pretrained(bundled_model_folder())
+    return PreTrainedTokenizerFast.from_pretrained(bundled_intent_model_folder())
 
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(bundled_model_folder(), dtype=torch.float32).eval()
+    return LlamaForCausalLM.from_pretrained(bundled_intent_model_folder(), dtype=torch.float32).eval()
 
 
 def test_same_seed_gives_the_same_workload_and_another_seed_another(preamble: Preamble):
@@ -119,10 +119,12 @@ def test_only_the_exact_answer_is_correct():
 
 
 def test_bundled_folder_is_small_and_complete():
-    files = {path.name: path.stat().st_size for path in bundled_model_folder().iterdir()}
+    files = {path.name: path.stat().st_size for path in bundled_intent_model_folder().iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md"} <= set(files)
     assert sum(files.values()) < 10_000_000
-    assert json.loads((bundled_model_folder() / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert json.loads((bundled_intent_model_folder() / "config.json").read_text())["architectures"] == [
+        "LlamaForCausalLM"
+    ]
 
 
 def test_chat_template_renders_the_training_format(tokenizer: PreTrainedTokenizerFast):

@@ -5,14 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from headstart.core.errors import ConfigError
-from headstart.model.kernels.library import kernels_in_use
+from headstart.model.kernels.library import kernel_library_in_use
 from headstart.model.layers.linear import can_pack_weight
 from headstart.model.weights.shapes import SHAPES
 from headstart_lab.engine.linears import Layers, LinearsConfig, ours, run_linears
 
 
 def forms() -> set[str]:
-    own = {"ours", "ours_int8"} if kernels_in_use() is not None else set[str]()
+    own = {"ours", "ours_int8"} if kernel_library_in_use() is not None else set[str]()
     return own | ({"onednn"} if can_pack_weight(torch.zeros(1, 1).bfloat16()) else set()) | {"plain"}
 
 
@@ -25,11 +25,11 @@ def test_every_form_is_timed_at_every_number_of_rows() -> None:
             low, high = report.spread[f"{name}.{rows}"]
             assert 0 < low <= report.values[f"{name}.{rows}"] <= high
     assert len(report.sheets[0].rows) == 2 * len(forms())
-    assert (report.values["bytes_per_s"] is None) == (kernels_in_use() is None)
+    assert (report.values["bytes_per_s"] is None) == (kernel_library_in_use() is None)
 
 
 def test_our_pass_is_the_layers_as_the_decoder_has_them() -> None:
-    if kernels_in_use() is None:
+    if kernel_library_in_use() is None:
         pytest.skip("no compiled kernels")
     torch.manual_seed(0)
     model = Layers(SHAPES["tiny"], 1)

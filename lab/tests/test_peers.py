@@ -140,7 +140,7 @@ def test_a_peer_serves_jobs_through_its_driver(peer: Peer) -> None:
     trial = peer.run(jobs_from_prompts([array("i", [7, 8, 9]), array("i", [5])], 4), concurrency=1)
     assert (peer.label, peer.vocab_size, peer.about["versions"]) == ("fake", 100, {"torch": "1"})
     assert [(one.prompt_tokens, one.output_tokens) for one in trial.records] == [(3, 4), (1, 4)]
-    assert all(record.ok for record in trial.records) and peer.reset() and peer.cpu_seconds() > 0
+    assert all(record.ok for record in trial.records) and peer.try_clear_prefix_cache() and peer.cpu_seconds() > 0
 
 
 def test_how_a_job_is_sampled_reaches_the_engine() -> None:
@@ -188,7 +188,7 @@ def test_a_driver_that_dies_is_reported_with_its_exit_code(peer: Peer) -> None:
     with pytest.raises(PeerError, match="code 7"):
         peer.run(jobs_from_prompts([array("i", [1])], 1))
     with pytest.raises(PeerError):
-        peer.reset()
+        peer.try_clear_prefix_cache()
 
 
 def test_a_driver_that_hangs_is_killed_with_its_children(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def turn(first: float, *, client: float = 0.0, envoy: float = 0.0, errors: dict[
 
 
 def made_up(config: ProxyConfig, *turns: dict[str, Turn]) -> lab_proxy.BenchmarkReport:
-    log = lab_proxy.ContentionLog.new()
+    log = lab_proxy.ContentionLog.empty()
     return lab_proxy._report(replace(config, runs=len(turns)), list(turns), {"ours": "1"}, log)
 
 

@@ -61,10 +61,10 @@ def test_a_replay_hits_what_the_server_hit(
         scheduling_policy="lpm",
         eviction_policy=eviction,
     )
-    fleet = SimulationConfig(profile, replicas=1).run_workload(read_decision_log_requests(recording))
+    fleet = SimulationConfig(profile, replicas=1).run_new_fleet(read_decision_log_requests(recording))
     simulated = {int(one.record.request_id): one.record.cached_tokens for one in fleet.records}
     assert [simulated[number] for number in range(NUM_REQUESTS)] == [answer.cached_tokens for answer in answers]
-    assert fleet.replicas["r0"].num_evictions > 0, "the pool was never full"
+    assert fleet.replicas["r0"].num_capacity_evictions > 0, "the pool was never full"
 
     write_profile_file(profile, tmp_path / "served.json", {})
     words = ["simulate", "--decisions", str(recording), "--replicas", "1", "--profile", str(tmp_path / "served.json")]

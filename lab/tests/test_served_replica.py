@@ -17,7 +17,7 @@ FLAGS = ("--num-blocks", "64", "--threads", "1", "--dtype", "float32")
 
 def test_a_server_answers_counts_and_dies_as_a_whole(tiny: str, tmp_path: Path) -> None:
     prompts = [random_tokens(64, 512, Random(seed)) for seed in (1, 2)]
-    log = ContentionLog.new()
+    log = ContentionLog.empty()
     others = psutil.Process().children(recursive=True)
     with replica(Launch(tiny, tmp_path, FLAGS, ("right",)), None) as server:
         first = ask_in_turn(server, prompts, key="right", log=log)

@@ -38,7 +38,7 @@ def test_records_say_exactly_what_the_cost_of_the_steps_adds_up_to() -> None:
 
 def test_an_idle_engine_waits_for_the_next_arrival_whatever_the_clock_says_already() -> None:
     engine, executor = make_engine()
-    executor.clock.wait(1e6 / 3)  # so late that a tenth of a second is no exact difference any more
+    executor.clock.sleep(1e6 / 3)  # so late that a tenth of a second is no exact difference any more
     due = [0.1, 100.1]
     run = run_requests(engine, requests_from_prompts(prompts(2, 2), greedy(1), "r"), due=due, clock=executor.clock)
     assert [record.ttft for record in run.records] == pytest.approx([2.0, 2.0])
@@ -52,4 +52,4 @@ def test_first_chunks_are_in_the_order_of_admission_with_the_start_of_their_step
 
 def test_time_does_not_go_back() -> None:
     with pytest.raises(AssertionError, match="does not go back"):
-        VirtualClock().wait(-1.0)
+        VirtualClock().sleep(-1.0)

@@ -96,10 +96,10 @@ def test_first_tokens_of_streams_are_seen_at_their_time() -> None:
     router.record_sent("c", "m", key, SERVERS[0], 0.0, progress=lambda: states[0], is_stream=True)
     load = router.router.endpoints[SERVERS[0]].load
     router.pick("m", key, SERVERS, 3.0)
-    assert load.num_pending == 1
+    assert load.num_awaiting_first_token == 1
     states[0] = CallProgress(first_token_at=4.0)
     router.pick("m", key, SERVERS, 5.0)
-    assert (load.num_pending, load.num_streams) == (0, 1)
+    assert (load.num_awaiting_first_token, load.num_streams) == (0, 1)
     router.record_finished("c", 6.0, num_output=4)
     assert load.num_requests == 0
 

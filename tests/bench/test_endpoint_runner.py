@@ -81,12 +81,12 @@ def test_a_job_comes_a_pause_after_those_it_waits_for() -> None:
 def test_redundancy_is_counted_from_what_was_sent_and_what_was_reported() -> None:
     with connected(Stub()) as runner:
         found = measure_scenario(
-            runner, scenarios.rotations_scenario(runner.vocab_size, Random(1), count=4, length=33, passes=1)
+            runner, scenarios.rotated_prompts_scenario(runner.vocab_size, Random(1), count=4, length=33, passes=1)
         )
     assert found.problems == [] and not found.was_reset
     # a token that two rotations begin with is shared, but no server shares less than a block
-    assert found["cold"].computed == 4 * 33 and 4 * 33 - 4 <= found["cold"].ideal <= 4 * 33
-    assert (found["warm"].computed, found["warm"].redundancy) == (4, 1.0)
+    assert found["cold"].computed_prompt_tokens == 4 * 33 and 4 * 33 - 4 <= found["cold"].ideal <= 4 * 33
+    assert (found["warm"].computed_prompt_tokens, found["warm"].redundancy_factor) == (4, 1.0)
 
 
 @pytest.mark.parametrize(("fault", "probes"), [("silent", 2), ("silent when none", 2)])
@@ -100,9 +100,9 @@ def test_silence_about_cached_tokens_is_not_zero_cached_tokens(fault: str, probe
         )["cold"]
     assert found.problems == []
     if fault == "silent":
-        assert found.redundancy is None and found.computed is None
+        assert found.redundancy_factor is None and found.computed_prompt_tokens is None
     else:
-        assert found.redundancy is not None and found.redundancy >= 1.0
+        assert found.redundancy_factor is not None and found.redundancy_factor >= 1.0
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,12 @@ from random import Random
 import pytest
 
 from headstart.bench.measure import measure_scenario
-from headstart.bench.rate_report import RateSearchConfig, cached_prefix_load, measure_rate, measure_rates_until_highest
+from headstart.bench.rate_report import (
+    RateSearchConfig,
+    cached_prefix_workload,
+    measure_rate,
+    measure_rates_until_highest,
+)
 from headstart.core.request import Request
 from headstart.measurement.inprocess import EngineRunner, run_requests
 from headstart.measurement.runner import EngineSetup, JobsResult
@@ -34,7 +39,7 @@ def test_redundancy_is_one_where_nothing_is_computed_twice(runner: EngineRunner)
     )
     assert found.problems == [] and found.was_reset
     result = found["cold"]
-    assert (result.computed, result.ideal, result.redundancy) == (48 + 4 * 16, 48 + 4 * 16, 1.0)
+    assert (result.computed_prompt_tokens, result.ideal, result.redundancy_factor) == (48 + 4 * 16, 48 + 4 * 16, 1.0)
 
 
 def test_without_caching_every_twin_computes_the_prefix(make_setup: MakeSetup) -> None:
@@ -43,7 +48,7 @@ def test_without_caching_every_twin_computes_the_prefix(make_setup: MakeSetup) -
     found = measure_scenario(
         runner, scenarios.shared_burst_scenario(runner.vocab_size, Random(1), requests=4, shape=SHAPE)
     )
-    assert found["cold"].redundancy == pytest.approx(4 * 64 / (48 + 4 * 16))
+    assert found["cold"].redundancy_factor == pytest.approx(4 * 64 / (48 + 4 * 16))
 
 
 def test_the_engine_samples_as_the_jobs_ask(runner: EngineRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +116,7 @@ class SlowRunner:
         self.about: dict[str, object] = {}
         self.reports_cached = reports_cached
 
-    def clear_prefix_cache(self) -> bool:
+    def try_clear_prefix_cache(self) -> bool:
         return False
 
     def run(self, jobs: Sequence[scenarios.Job], *, concurrency: int = 0, give_up=None, **_: object) -> JobsResult:
@@ -130,14 +135,18 @@ class SlowRunner:
 
 def test_redundancy_is_unknown_where_cached_tokens_are_not_reported() -> None:
     scenario = scenarios.shared_burst_scenario(1000, Random(1), requests=4, shape=SHAPE)
-    assert measure_scenario(SlowRunner(), scenario)["cold"].redundancy == pytest.approx(4 * 64 / 112)
+    assert measure_scenario(SlowRunner(), scenario)["cold"].redundancy_factor == pytest.approx(4 * 64 / 112)
     silent = measure_scenario(SlowRunner(reports_cached=False), scenario)["cold"]
-    assert silent.redundancy is None and silent.computed is None and silent.trial.computed_tokens is None
+    assert (
+        silent.redundancy_factor is None
+        and silent.computed_prompt_tokens is None
+        and silent.trial.computed_prompt_tokens is None
+    )
 
 
 def test_the_highest_rate_is_below_what_one_at_a_time_can_serve() -> None:
     config = RateSearchConfig(seconds=5.0, min_requests=200, precision=1.05)
-    found = measure_rates_until_highest(SlowRunner(), cached_prefix_load(SHAPE), Slo(e2e=0.4), 3.0, config)
+    found = measure_rates_until_highest(SlowRunner(), cached_prefix_workload(SHAPE), Slo(e2e=0.4), 3.0, config)
     assert 3.0 < found.rate < 10.0 and found.problems == []
     assert all(point.holds == (point.rate <= found.rate) for point in found.points)
     assert any(point.result.trial.is_cut for point in found.points)
@@ -145,7 +154,7 @@ def test_the_highest_rate_is_below_what_one_at_a_time_can_serve() -> None:
 
 def test_a_rate_without_limits_is_measured_to_its_end() -> None:
     point = measure_rate(
-        SlowRunner(), cached_prefix_load(SHAPE), Slo(), 50.0, RateSearchConfig(min_requests=20, seconds=0.1)
+        SlowRunner(), cached_prefix_workload(SHAPE), Slo(), 50.0, RateSearchConfig(min_requests=20, seconds=0.1)
     )
     assert len(point.result.trial.records) == 20 and point.holds
 

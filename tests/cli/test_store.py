@@ -16,7 +16,7 @@ from headstart.cli import store as cli_store
 from headstart.core.cache.block_store import BlockKey
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.catalog import SegmentCatalog
-from headstart.store.files import read_folder_secret
+from headstart.store.files import read_or_create_folder_secret
 from headstart.store.format import StoredBlockFormat
 
 BLOCK_BYTES = 5000
@@ -38,8 +38,8 @@ def folder(tmp_path: Path) -> Path:
 
 def fill(folder: Path, shape: StoredBlockFormat, num_blocks: int) -> None:
     catalog = SegmentCatalog(folder, shape, 64 << 20)
-    catalog.refresh()
-    assert catalog.append(blocks(num_blocks)) == num_blocks
+    catalog.refresh_from_other_writers()
+    assert catalog.write_new_blocks(blocks(num_blocks)) == num_blocks
     catalog.close()
 
 
@@ -125,13 +125,13 @@ def test_a_file_of_another_version_is_no_damage(folder: Path, capsys: pytest.Cap
 
 
 def test_clear_removes_blocks_and_nothing_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    secret = read_folder_secret(folder)
+    secret = read_or_create_folder_secret(folder)
     (folder / "notes.txt").write_text("mine", encoding="utf-8")
     assert store("clear", folder, "--yes", "--json") == 0
     found = as_json(capsys)
     assert found["files"] == 2 and found["bytes"] >= 5 * BLOCK_BYTES
     assert sorted(path.name for path in folder.iterdir() if path.name != "lock") == ["notes.txt", "secret"]
-    assert read_folder_secret(folder) == secret
+    assert read_or_create_folder_secret(folder) == secret
     assert store("clear", folder, "--yes") == 0
     assert "(files: 0)" in capsys.readouterr().out
 

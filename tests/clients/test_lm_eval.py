@@ -16,7 +16,7 @@ from clients.scripts.checks import LABEL, SENTENCE, SYSTEM
 from server.harness import Server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headstart.bundled import bundled_model_folder
+from headstart.bundled import bundled_intent_model_folder
 
 pytestmark = pytest.mark.long
 TOLERANCE = 1e-3
@@ -64,8 +64,10 @@ class Reference:
     """Log-likelihoods of the bundled model by Transformers, in float32."""
 
     def __init__(self) -> None:
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(bundled_model_folder())
-        self.model: Any = AutoModelForCausalLM.from_pretrained(bundled_model_folder(), dtype=torch.float32).eval()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(bundled_intent_model_folder())
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            bundled_intent_model_folder(), dtype=torch.float32
+        ).eval()
 
     def of(self, context: list[int], tokens: list[int]) -> tuple[float, bool]:
         """Return the log-likelihood of tokens behind a context, and whether they are the greedy continuation."""
@@ -137,7 +139,7 @@ def test_log_likelihoods_are_those_of_transformers(
     server: Server, reference: Reference, tokenizer: str, tmp_path: Path
 ) -> None:
     chosen = f"tokenizer_backend={tokenizer}" + (
-        f",tokenizer={bundled_model_folder()}" if tokenizer == "huggingface" else ""
+        f",tokenizer={bundled_intent_model_folder()}" if tokenizer == "huggingface" else ""
     )
     samples = evaluate(server, tmp_path, chosen)
     assert {name: len(found) for name, found in samples.items()} == {name: len(DOCUMENTS[name]) for name in TASKS}

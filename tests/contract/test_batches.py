@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from headstart.bundled import bundled_model_folder
+from headstart.bundled import bundled_intent_model_folder
 from headstart.core.batch import Batch, StepResult
 from headstart.core.cache.block_store import Data
 from headstart.core.engine import Engine
@@ -48,7 +48,7 @@ class Recorder:
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return load_model(bundled_model_folder(), dtype="float32", device="cpu")
+    return load_model(bundled_intent_model_folder(), dtype="float32", device="cpu")
 
 
 def requests(seed: int, vocab_size: int) -> list[tuple[int, Request]]:

@@ -14,7 +14,7 @@ def running(engine: Engine) -> list[Sequence]:
 
 
 def blocks_reserved(engine: Engine) -> int:
-    return sum(map(engine.scheduler.admission.reserved_blocks, running(engine)))
+    return sum(map(engine.scheduler.admission.blocks_reserved_for_sequence, running(engine)))
 
 
 def test_an_output_is_expected_to_be_as_long_as_those_before_and_no_longer_than_it_may() -> None:

@@ -28,7 +28,7 @@ def test_eviction_takes_the_least_recently_released_chain_from_its_tail() -> Non
     pool.release(new)
     assert pool.allocate(4) == [*reversed(old), new[2]]
     assert lookup(pool, old_names, range(12)) == [] and lookup(pool, new_names, range(20, 32)) == new[:2]
-    assert pool.num_evictions == 4
+    assert pool.num_capacity_evictions == 4
 
 
 def test_a_hit_revives_idle_blocks_and_they_are_not_handed_out() -> None:
@@ -48,7 +48,7 @@ def test_published_blocks_are_listed_with_their_users_pins_and_reuse() -> None:
     pool = BlockPool(8, eviction_policy="2q")
     chain, private = pool.allocate(2), pool.allocate(1)
     names = publish_chain(pool, chain, range(8))
-    pool.pin(names[:1])
+    pool.pin_hashes(names[:1])
     pool.release(chain)
     pool.acquire(chain[1:])
     rows = pool.published_in_id_range(0, 8)
@@ -97,9 +97,9 @@ def test_distrusted_blocks_are_not_found_and_are_zeroed_before_the_next_use() ->
     pool.discard_corrupt([*used, *idle])
     pool.release(used)
     pool.check_invariants()
-    assert lookup(pool, names, range(8)) == [] and pool.take_blocks_to_zero() == []
+    assert lookup(pool, names, range(8)) == [] and pool.drain_blocks_to_zero() == []
     assert sorted(pool.allocate(3)) == [1, 2, 3]
-    assert sorted(pool.take_blocks_to_zero()) == sorted([*used, *idle]) and pool.take_blocks_to_zero() == []
+    assert sorted(pool.drain_blocks_to_zero()) == sorted([*used, *idle]) and pool.drain_blocks_to_zero() == []
 
 
 def test_clear_forgets_names_but_not_owners() -> None:
@@ -107,7 +107,7 @@ def test_clear_forgets_names_but_not_owners() -> None:
     used, idle = pool.allocate(1), pool.allocate(1)
     names = publish_chain(pool, [*used, *idle], range(8))
     pool.release(idle)
-    pool.clear()
+    pool.clear_published()
     pool.check_invariants()
     assert lookup(pool, names, range(8)) == [] and pool.num_free == 2
     pool.release(used)
@@ -169,7 +169,7 @@ def test_of_a_hit_and_another_block_the_other_one_is_evicted() -> None:
     pool.release(first)
     pool.release(second)
     hit = lookup(pool, names, range(4))
-    assert pool.num_available_to_tenant(hit) == 1
+    assert pool.num_available_after_acquire(hit) == 1
     pool.acquire(hit)
     assert pool.allocate(1) == second and lookup(pool, names, range(4)) == first
 
@@ -201,14 +201,15 @@ def test_what_was_evicted_is_remembered_with_who_needed_its_place_and_when() -> 
     blocks = pool.allocate(2)
     names = publish_chain(pool, blocks, range(8))
     pool.release(blocks)
-    assert pool.find_eviction(names[1]) is None
+    assert pool.find_eviction_record(names[1]) is None
     pool.now = 7.0
     pool.allocate(1, by="r9")
     assert (
-        pool.find_eviction(names[1]) == EvictionRecord("capacity", "r9", 7.0) and pool.find_eviction(names[0]) is None
+        pool.find_eviction_record(names[1]) == EvictionRecord("capacity", "r9", 7.0)
+        and pool.find_eviction_record(names[0]) is None
     )
     pool.discard_corrupt(blocks[:1])
-    assert pool.find_eviction(names[0]) == EvictionRecord("failed", "", 7.0)
+    assert pool.find_eviction_record(names[0]) == EvictionRecord("failed", "", 7.0)
     assert pool.evictions == {"capacity": 1, "failed": 1, "reset": 0, "replaced": 0}
 
 
@@ -247,7 +248,7 @@ def test_listeners_hear_of_every_change_and_of_a_clear_once() -> None:
     pool.discard_corrupt(blocks[1:2])
     assert index.names == set(names[:1])
     index.removed_names.clear()
-    pool.clear()
+    pool.clear_published()
     assert index.names == set() and index.num_clears == 1 and index.removed_names == []
 
 
@@ -256,6 +257,6 @@ def test_clear_counts_what_it_forgets() -> None:
     blocks = pool.allocate(2)
     names = publish_chain(pool, blocks, range(8))
     pool.release(blocks)
-    pool.clear()
-    assert pool.evictions["reset"] == 2 and pool.find_eviction(names[0]) == EvictionRecord("reset", "", 0.0)
+    pool.clear_published()
+    assert pool.evictions["reset"] == 2 and pool.find_eviction_record(names[0]) == EvictionRecord("reset", "", 0.0)
     pool.check_invariants()

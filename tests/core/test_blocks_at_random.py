@@ -134,7 +134,7 @@ class Driver:
         num_own, last_resort = how % 3, how % 2 == 0
         hit = pool.match_prefix(chain.names, chain.root, chain.raw, chain.stride)
         new = len(chain.names) - len(hit) + num_own
-        available = pool.num_available_to_tenant(hit, chain.tenant, last_resort=last_resort)
+        available = pool.num_available_after_acquire(hit, chain.tenant, last_resort=last_resort)
         assert 0 <= available <= pool.num_free - pool.num_idle_among(hit)
         if new > available:
             self.refuse(available + pool.num_idle_among(hit) + 1, chain.tenant, last_resort)
@@ -150,7 +150,7 @@ class Driver:
 
     def refuse(self, num: int, tenant: str, last_resort: bool) -> None:
         """Asks for more than there is: nothing changes."""
-        num = max(num, self.pool.num_available_to_tenant((), tenant, last_resort=last_resort) + 1)
+        num = max(num, self.pool.num_available_after_acquire((), tenant, last_resort=last_resort) + 1)
         before = (self.pool.num_scratch, len(self.twin.blocks))
         with pytest.raises(AssertionError, match="check before allocating"):
             self.pool.allocate(num, tenant, last_resort=last_resort)
@@ -168,7 +168,7 @@ class Driver:
         gone = list(twin.gone)
         assert len(set(blocks)) == num and 0 not in blocks and all(pool.ref_count(block) == 1 for block in blocks)
         assert len(gone) == max(num - num_scratch, 0) == pool.evictions["capacity"] - evictions
-        evictions_of = [pool.find_eviction(name) for name in gone]
+        evictions_of = [pool.find_eviction_record(name) for name in gone]
         assert all(found is not None and found[:3] == ("capacity", "someone", pool.now) for found in evictions_of)
         after = {name: self.idle(name) for name in TENANTS}
         for name in TENANTS:
@@ -209,7 +209,7 @@ class Driver:
     def fail_or_clear(self, whom: int, how: int) -> None:
         if how % 3:
             kept = {name for name in self.twin.blocks if self.pinned[name]} if how % 2 else set[BlockHash]()
-            self.pool.clear(pinned=how % 2 == 0)
+            self.pool.clear_published(pinned=how % 2 == 0)
             assert self.twin.blocks.keys() == kept
         elif self.owners:
             _, blocks = self.owners.pop(whom % len(self.owners))
@@ -219,15 +219,15 @@ class Driver:
 
     def pin(self, whom: int, how: int) -> None:
         names = self.chain(whom).names
-        if len(self.pinned.keys() | set(names)) <= self.pool.num_usable // 2:
-            self.pool.pin(names)
+        if len(self.pinned.keys() | set(names)) <= self.pool.usable_capacity // 2:
+            self.pool.pin_hashes(names)
             self.pinned.update(names)
             self.pins.append(names)
 
     def unpin(self, whom: int, how: int) -> None:
         if self.pins:
             names = self.pins.pop(whom % len(self.pins))
-            self.pool.unpin(names)
+            self.pool.unpin_hashes(names)
             self.pinned -= Counter(names)
 
     def add_queued_refs(self, whom: int, how: int) -> None:
@@ -254,7 +254,7 @@ class Driver:
         assert all(pool.ref_count(block) == held[block] for block in range(pool.num_blocks))
         idle_pinned = sum(1 for name, block in self.twin.blocks.items() if self.pinned[name] and not held[block])
         assert pool.num_pinned_idle == idle_pinned
-        assert pool.num_free == pool.num_usable - len(held) - idle_pinned
+        assert pool.num_free == pool.usable_capacity - len(held) - idle_pinned
         assert pool.num_published == len(self.twin.blocks)
         assert all(map(pool.contains, self.twin.blocks))
         assert len(pool._history) <= HISTORY_POOLS * pool.num_blocks

@@ -23,13 +23,13 @@ def store(
 def test_pinned_blocks_are_neither_free_nor_evicted_until_unpinned() -> None:
     pool = BlockPool(6)
     pinned, names = store(pool, range(8))
-    pool.pin(names)
+    pool.pin_hashes(names)
     assert (pool.num_free, pool.num_pinned_idle, pool.num_pinned_hashes) == (3, 2, 2)
     pool.allocate(3)
     with pytest.raises(AssertionError, match="1 blocks wanted, 0 free"):
         pool.allocate(1)
     pool.check_invariants()
-    pool.unpin(names)
+    pool.unpin_hashes(names)
     pool.check_invariants()
     assert pool.num_free == 2 and pool.allocate(2) == list(reversed(pinned))
 
@@ -37,9 +37,9 @@ def test_pinned_blocks_are_neither_free_nor_evicted_until_unpinned() -> None:
 def test_a_pinned_block_in_use_becomes_idle_and_pinned_and_back() -> None:
     pool = BlockPool(4)
     blocks, names = store(pool, range(4))
-    pool.pin(names)
+    pool.pin_hashes(names)
     assert (
-        pool.num_idle_among(blocks) == 0 and pool.num_available_to_tenant(blocks) == 2
+        pool.num_idle_among(blocks) == 0 and pool.num_available_after_acquire(blocks) == 2
     )  # it was not free to begin with
     pool.acquire(blocks)
     assert pool.num_pinned_idle == 0 and pool.num_free == 2
@@ -51,24 +51,24 @@ def test_a_pinned_block_in_use_becomes_idle_and_pinned_and_back() -> None:
 def test_a_name_may_be_pinned_before_it_is_computed_and_more_than_once() -> None:
     pool = BlockPool(4)
     names = names_of(range(4))
-    pool.pin(names)
-    pool.pin(names)
+    pool.pin_hashes(names)
+    pool.pin_hashes(names)
     blocks, _ = store(pool, range(4))
     assert pool.is_pinned(names[0]) and pool.num_pinned_idle == 1
-    pool.unpin(names)
+    pool.unpin_hashes(names)
     assert pool.num_pinned_idle == 1
-    pool.unpin(names)
+    pool.unpin_hashes(names)
     assert pool.num_pinned_idle == 0 and pool.num_free == 3 and lookup(pool, names, range(4)) == blocks
     with pytest.raises(AssertionError, match="unpinned more often"):
-        pool.unpin(names)
+        pool.unpin_hashes(names)
 
 
 def test_unpinned_while_in_use_it_is_ordinary_cache_when_released() -> None:
     pool = BlockPool(3)
     blocks, names = store(pool, range(4))
-    pool.pin(names)
+    pool.pin_hashes(names)
     pool.acquire(blocks)
-    pool.unpin(names)
+    pool.unpin_hashes(names)
     pool.release(blocks)
     assert pool.num_free == 2 and pool.num_pinned_idle == 0
     pool.check_invariants()
@@ -80,11 +80,11 @@ def test_clear_spares_pinned_blocks_unless_they_are_meant_too() -> None:
     pool.listeners.append(index)
     _, names = store(pool, range(8))
     _, others = store(pool, range(20, 28))
-    pool.pin(names)
-    pool.clear()
+    pool.pin_hashes(names)
+    pool.clear_published()
     pool.check_invariants()
     assert index.names == set(names) and index.num_clears == 0 and set(index.removed_names) == set(others)
-    pool.clear(pinned=True)
+    pool.clear_published(pinned=True)
     pool.check_invariants()
     assert index.names == set() and index.num_clears == 1 and pool.num_free == 7
     blocks, _ = store(pool, range(8))  # still pinned by name
@@ -94,7 +94,7 @@ def test_clear_spares_pinned_blocks_unless_they_are_meant_too() -> None:
 def test_a_pinned_block_whose_row_failed_is_given_up_and_may_be_computed_again() -> None:
     pool = BlockPool(4)
     blocks, names = store(pool, range(4))
-    pool.pin(names)
+    pool.pin_hashes(names)
     pool.discard_corrupt(blocks)
     pool.check_invariants()
     assert pool.num_free == 3 and not pool.contains(names[0])
@@ -169,10 +169,10 @@ def test_use_of_a_pinned_block_counts_as_use_without_a_hint() -> None:
     pool = BlockPool(3)
     other, _ = store(pool, range(20, 24))
     blocks, names = store(pool, range(4))
-    pool.pin(names)
+    pool.pin_hashes(names)
     pool.acquire(blocks)
     pool.release(blocks, RetentionHint(10))
-    pool.unpin(names)
+    pool.unpin_hashes(names)
     assert pool.allocate(2) == [*other, *blocks]
 
 
@@ -188,10 +188,10 @@ def test_heat_spreads_through_pinned_blocks_to_the_head_of_their_chain() -> None
         if not pool.is_pinned(names[0]):
             pool.release([*head, *tail])
             pool.release(pool.allocate(3))
-            pool.pin(names)
+            pool.pin_hashes(names)
     pool.release([*head, *tail])
     pool.release(head)
-    pool.unpin(names)
+    pool.unpin_hashes(names)
     one_off, _ = store(pool, range(20, 24))
     assert pool.allocate(4)[1:] == [*one_off, *tail, *head]
 
@@ -248,11 +248,11 @@ def test_a_flood_of_one_tenant_leaves_another_its_share() -> None:
 def test_a_tenant_cannot_take_the_share_of_another_except_as_a_last_resort() -> None:
     pool = BlockPool(9, tenant_floor=0.5)
     _, names = store(pool, range(20), "b")  # 5 blocks; the floor is 4 until there is a second tenant, then 2
-    assert pool.num_available_to_tenant((), "a") == 3 + 1
-    assert pool.num_available_to_tenant((), "a", last_resort=True) == pool.num_available_to_tenant((), "b") == 8
+    assert pool.num_available_after_acquire((), "a") == 3 + 1
+    assert pool.num_available_after_acquire((), "a", last_resort=True) == pool.num_available_after_acquire((), "b") == 8
     pool.allocate(4, "a")
     assert [pool.contains(name) for name in names] == [True] * 4 + [False]
-    assert pool.num_available_to_tenant((), "a") == 2 and pool.num_available_to_tenant((), "b") == 4
+    assert pool.num_available_after_acquire((), "a") == 2 and pool.num_available_after_acquire((), "b") == 4
     pool.allocate(2, "a")
     with pytest.raises(AssertionError, match="2 blocks wanted, 0 free"):
         pool.allocate(2, "a")
@@ -264,8 +264,8 @@ def test_a_tenant_cannot_take_the_share_of_another_except_as_a_last_resort() -> 
 def test_a_hit_leaves_less_to_protect() -> None:
     pool = BlockPool(9, tenant_floor=0.5)
     blocks, _ = store(pool, range(12), "b")
-    assert pool.num_available_to_tenant(blocks, "a") == 5 and pool.num_available_to_tenant(blocks[:1], "a") == 5
-    assert pool.num_available_to_tenant((), "a") == 5
+    assert pool.num_available_after_acquire(blocks, "a") == 5 and pool.num_available_after_acquire(blocks[:1], "a") == 5
+    assert pool.num_available_after_acquire((), "a") == 5
 
 
 def test_public_blocks_have_no_floor() -> None:

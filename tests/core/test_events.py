@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from headstart.core.cache.events import AllBlocksCleared, BlockEventLog, BlockRemoved, BlockStored, Event
-from headstart.core.cache.hashing import BlockHash, private_parent_hash, root_hash
+from headstart.core.cache.hashing import BlockHash, private_parent_hash_for_domain, root_hash
 from headstart.core.engine import Engine
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import CacheMode, Sequence
@@ -51,7 +51,7 @@ class Consumer:
         if parent is None:
             parent = root_hash(b"", adapter=event.adapter, domain=event.domain)
         elif event.domain:
-            parent = private_parent_hash(parent, event.domain)
+            parent = private_parent_hash_for_domain(parent, event.domain)
         for start, name in enumerate(event.block_hashes):
             assert name not in self.index, "stored twice"
             self.index[name] = (parent, event.token_ids[start * BLOCK : (start + 1) * BLOCK].tobytes())
@@ -251,7 +251,7 @@ def test_events_keep_their_order_across_kinds() -> None:
     root = root_hash(b"")
     log, names = BlockEventLog(1), [BlockHash(bytes([number])) for number in range(3)]
     tokens = array("i", [7]).tobytes()
-    log.set_publishing_sequence(Sequence(make_request("a", [1]), array("i", [1]), root, root))
+    log.set_publishing_request(Sequence(make_request("a", [1]), array("i", [1]), root, root))
     log.on_block_published(1, names[0], root, tokens)
     log.on_block_removed(names[0])
     log.on_block_published(1, names[0], root, tokens)

@@ -42,8 +42,8 @@ def drain(order: EvictionOrder) -> list[int]:
 
 def test_first_come_first_evicted_while_nothing_is_used_again(make: MakeOrder) -> None:
     order = make()
-    order.add([3, 2, 1])
-    order.add([5, 4])
+    order.add_chain([3, 2, 1])
+    order.add_chain([5, 4])
     assert list(order) == [3, 2, 1, 5, 4] and 2 in order and 9 not in order
     assert drain(order) == [3, 2, 1, 5, 4] and len(order) == 0
 
@@ -51,7 +51,7 @@ def test_first_come_first_evicted_while_nothing_is_used_again(make: MakeOrder) -
 def test_draining_to_empty_and_refilling_works(make: MakeOrder) -> None:
     order = make()
     for _ in range(3):
-        order.add([2, 1])
+        order.add_chain([2, 1])
         assert drain(order) == [2, 1]
     with pytest.raises(KeyError):
         order.pop_victim()
@@ -59,66 +59,66 @@ def test_draining_to_empty_and_refilling_works(make: MakeOrder) -> None:
 
 def test_taking_one_out_of_the_middle_keeps_the_order_of_the_rest(make: MakeOrder) -> None:
     order = make()
-    order.add([4, 3, 2, 1])
+    order.add_chain([4, 3, 2, 1])
     order.remove(3)
     assert list(order) == [4, 2, 1] and len(order) == 3
     with pytest.raises(KeyError):
         order.remove(3)
     with pytest.raises(KeyError):
-        order.remove_reused([9])
+        order.remove_for_reuse([9])
 
 
 def test_what_is_used_again_goes_last(make: MakeOrder) -> None:
     order = make()
-    order.add([2, 1])
-    order.add([4, 3])
-    order.remove_reused([1, 2])
-    order.add([2, 1])
+    order.add_chain([2, 1])
+    order.add_chain([4, 3])
+    order.remove_for_reuse([1, 2])
+    order.add_chain([2, 1])
     assert drain(order) == [4, 3, 2, 1]
 
 
 def test_used_again_survives_any_number_used_once(two_queue: MakeTwoQueue) -> None:
     order, _ = two_queue()
-    order.add([2, 1])
-    order.remove_reused([1, 2])
-    order.add([2, 1])
+    order.add_chain([2, 1])
+    order.remove_for_reuse([1, 2])
+    order.add_chain([2, 1])
     for block in range(10, 30):
-        order.add([block])
+        order.add_chain([block])
         assert order.pop_victim() == block
 
 
 def test_heat_spreads_from_the_tail_of_a_chain_to_its_head(two_queue: MakeTwoQueue) -> None:
     order, marks = two_queue()
     marks[2] = HOT  # the middle of a chain 1-2-3: each use of it used 1 too
-    assert order.add([3, 2, 1]) == HOT
+    assert order.add_chain([3, 2, 1]) == HOT
     assert list(order) == [3, 2, 1] and marks[1] & HOT and not marks[3] & HOT
-    order.add([4])
+    order.add_chain([4])
     assert drain(order) == [3, 4, 2, 1]
 
 
 def test_heat_comes_in_from_a_part_of_the_chain_that_was_added_before(two_queue: MakeTwoQueue) -> None:
     order, marks = two_queue()
-    assert order.add([1], HOT) == HOT and marks[1] & HOT
-    assert order.add([2]) == 0
+    assert order.add_chain([1], HOT) == HOT and marks[1] & HOT
+    assert order.add_chain([2]) == 0
 
 
 def test_too_many_protected_blocks_go_back_on_probation_tails_first(two_queue: MakeTwoQueue) -> None:
     order, marks = two_queue(max_protected=2)
-    order.add([4, 3, 2, 1], HOT)
+    order.add_chain([4, 3, 2, 1], HOT)
     assert [bool(marks[block] & HOT) for block in (4, 3, 2, 1)] == [False, False, True, True]
-    order.add([5])
+    order.add_chain([5])
     assert drain(order) == [4, 3, 5, 2, 1]
 
 
 def test_one_that_was_demoted_is_protected_again_when_it_is_used_again(two_queue: MakeTwoQueue) -> None:
     order, marks = two_queue(max_protected=1)
-    order.add([2, 1], HOT)
-    order.remove_reused([2])
-    order.add([2])
+    order.add_chain([2, 1], HOT)
+    order.remove_for_reuse([2])
+    order.add_chain([2])
     assert marks[2] & HOT and not marks[1] & HOT and drain(order) == [1, 2]
 
 
 def test_nothing_is_protected_from_the_last_resort_of_an_empty_probation(two_queue: MakeTwoQueue) -> None:
     order, _ = two_queue()
-    order.add([2, 1], HOT)
+    order.add_chain([2, 1], HOT)
     assert drain(order) == [2, 1]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.core.cache.hashing import BlockHash, extend_block_hashes, pack_tokens, root_hash
+from headstart.core.cache.hashing import BlockHash, extend_block_hashes, pack_tokens_as_int32, root_hash
 
 ROOT = root_hash(b"model")
 
@@ -67,8 +67,8 @@ def test_names_are_stable_across_processes_and_versions() -> None:
 
 def test_pack_keeps_what_is_packed_and_refuses_what_is_no_int32() -> None:
     packed = array("i", [1, 2])
-    assert pack_tokens(packed) is packed and pack_tokens([1, 2]) == packed
+    assert pack_tokens_as_int32(packed) is packed and pack_tokens_as_int32([1, 2]) == packed
     with pytest.raises(OverflowError):
-        pack_tokens([2**31])
+        pack_tokens_as_int32([2**31])
     with pytest.raises(TypeError):
-        pack_tokens(["1"])  # type: ignore[list-item]
+        pack_tokens_as_int32(["1"])  # type: ignore[list-item]

@@ -74,7 +74,7 @@ class Twin:
         hit = self.pool.match_prefix(names, ROOT, b"", 0)
         assert hit == [self.held[each] for each in words if each in self.held], "a hit has a gap"
         new = len(words) - len(hit)
-        if new > self.pool.num_available_to_tenant(hit):
+        if new > self.pool.num_available_after_acquire(hit):
             return
         self.pool.acquire(hit)
         self.gone.clear()
@@ -82,7 +82,7 @@ class Twin:
         blocks = hit + self.pool.allocate(new)
         assert self.gone == wanted
         for index in range(len(hit), len(words)):
-            memory = self.pool.find_eviction(names[index])
+            memory = self.pool.find_eviction_record(names[index])
             self.uses[words[index]] = self.uses[words[index]] if memory is not None else 0
             self.held[words[index]] = blocks[index]
             self.pool.publish(blocks[index], names[index], names[index - 1] if index else ROOT, b"")
@@ -179,9 +179,9 @@ def test_a_leaf_goes_before_the_block_before_it_whatever_their_values() -> None:
     model = ReuseModel(8, 8)
     order = HitDensityOrder(bytearray(8), model=model)
     model.record_published(1, 0, -1)
-    order.add([1])
+    order.add_chain([1])
     model.record_published(2, 1, -1)  # behind 1, which is idle
-    order.add([2])
+    order.add_chain([2])
     assert 1 in order and 2 in order and len(order) == 2
     assert order.pop_victim() == 2
     model.detach_child(2)
@@ -195,5 +195,5 @@ def test_while_all_that_is_behind_is_in_use_a_head_may_go() -> None:
     order = HitDensityOrder(bytearray(8), model=model)
     model.record_published(1, 0, -1)
     model.record_published(2, 1, -1)
-    order.add([1])  # 2 is a copy that another request holds
+    order.add_chain([1])  # 2 is a copy that another request holds
     assert order.pop_victim() == 1 and len(order) == 0

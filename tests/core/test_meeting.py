@@ -14,7 +14,7 @@ from laws.test_laws import check_laws
 from memory_store import MemoryStore, Shelf
 
 from headstart.core.batch import Batch, RequestStepOutput, StepResult
-from headstart.core.cache.block_store import BlockKey, LoadedBlocks
+from headstart.core.cache.block_store import BlockKey, BlockLoadPart
 from headstart.core.cache.events import BlockEventLog, BlockStored
 from headstart.core.engine import Engine
 
@@ -54,16 +54,16 @@ class TimedStore(MemoryStore):
         self.cancelled.append((load_id, is_late))
         self._timed = [one for one in self._timed if one[0] != load_id]
 
-    def poll_loads(self) -> list[LoadedBlocks]:
+    def poll_loads(self) -> list[BlockLoadPart]:
         self._write()
-        found: list[LoadedBlocks] = []
+        found: list[BlockLoadPart] = []
         for number, (load_id, keys, begin, given) in enumerate(self._timed):
             ready = int((self.now - begin - self.latency) / self.seconds + 1e-9)
             ready = max(min(ready, len(keys), self.fails_at, self.hangs_at), 0)
             data = tuple(bytearray(self.shelf[key.block_hash][1]) for key in keys[given:ready])
             is_last = ready in (len(keys), self.fails_at)
             if data or is_last:
-                found.append(LoadedBlocks(load_id, data, is_last))
+                found.append(BlockLoadPart(load_id, data, is_last))
                 self._timed[number] = (load_id, keys, begin, ready)
         over = {loaded.load_id for loaded in found if loaded.is_last}
         self._timed = [one for one in self._timed if one[0] not in over]

@@ -118,7 +118,7 @@ def test_an_answer_that_is_a_pinned_prefix_does_not_lose_it() -> None:
     answer = [token for _ in range(30) if engine.has_work for output in engine.step() for token in output.token_ids]
     engine.add_prefix("p", [*prompt, *answer[:5]])
     warm(engine)
-    engine.scheduler.pool.clear(pinned=True)
+    engine.scheduler.pool.clear_published(pinned=True)
     engine.scheduler.prefixes.take_aborts_and_requests()
     serve(engine, prompt, 17, name="b")
     hashes = engine.scheduler.cache.new_sequence(make_request("x", [*prompt, *answer]), 0).block_hashes

@@ -46,7 +46,7 @@ def test_it_does_not_change_the_expected_length_of_outputs() -> None:
         engine.add_request(make_request(f"warm-{index}", [index, *PROMPT[:5]], 0))
     run(engine)
     seq = engine.scheduler.cache.new_sequence(make_request("long", [1, 2], 20), 0)
-    assert engine.scheduler.admission.reserved_blocks(seq) == 6  # 2 + 20 tokens: nothing was learned
+    assert engine.scheduler.admission.blocks_reserved_for_sequence(seq) == 6  # 2 + 20 tokens: nothing was learned
 
 
 def test_it_runs_beside_others_and_is_preempted_as_they_are() -> None:

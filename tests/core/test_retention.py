@@ -73,7 +73,7 @@ def test_of_equal_times_the_block_used_last_runs_out_last() -> None:
 def test_a_block_that_lost_its_content_starts_anew() -> None:
     hints = RetentionHints(bytearray(4))
     hints.record_hint(1, RetentionHint(90, ttl=1.0), 0.0)
-    hints.drop_hints(1)
+    hints.drop_block_hint(1)
     assert hints.block_priority(1) == 50 and hints.take_expired(2.0) == []
 
 
@@ -81,5 +81,5 @@ def test_times_of_blocks_that_came_and_went_do_not_pile_up() -> None:
     hints = RetentionHints(bytearray(4))
     for _ in range(1000):
         hints.record_hint(1, RetentionHint(90, ttl=1e6), 0.0)
-        hints.drop_hints(1)
+        hints.drop_block_hint(1)
     assert len(hints._due) <= 67

@@ -104,7 +104,7 @@ def test_tokens_are_those_without_drafts(
     for batch in executor_of(engine).batches:
         assert sum(len(chunk.token_ids) for chunk in batch.chunks) <= budget
     pool = engine.scheduler.pool
-    assert pool.num_free == pool.num_usable
+    assert pool.num_free == pool.usable_capacity
 
 
 def test_a_repetition_takes_fewer_steps() -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from headstart.bench.rotations import CacheUnawareScheduler
+from headstart.bench.rotations import CacheUnawareAccountingScheduler
 from headstart.config.options import EngineOptions
 from headstart.core import warm_up
 from headstart.core.batch import Batch, StepResult
 from headstart.core.errors import ConfigError
 from headstart.core.request import Request, SamplingParams
 from headstart.engine import assembly
-from headstart.engine.assembly import build_engine, check_engine_options, model_folder
+from headstart.engine.assembly import build_engine, check_engine_options, find_or_download_model
 from headstart.model.setup.sizing import device_memory
 from headstart.model.weights.init_model import write_random_model
 
@@ -50,8 +50,8 @@ def test_options_reach_the_scheduler(tiny: Path) -> None:
         long_prefill_token_threshold=5,
         enable_prefix_caching=False,
     )
-    engine, info = build_engine(options, scheduler_class=CacheUnawareScheduler)
-    assert type(engine.scheduler) is CacheUnawareScheduler
+    engine, info = build_engine(options, scheduler_class=CacheUnawareAccountingScheduler)
+    assert type(engine.scheduler) is CacheUnawareAccountingScheduler
     limits = engine.scheduler.limits
     assert (limits.max_model_len, limits.max_seqs, limits.max_batched_tokens) == (64, 3, 77)
     assert limits.long_prefill_threshold == 5 and info.block_size == engine.executor.block_size == 32
@@ -68,7 +68,7 @@ def test_page_aligned_prefill_aligns_to_the_block_size(tiny: Path, charge: str, 
 
 
 def test_without_a_name_the_bundled_model_is_meant() -> None:
-    folder = model_folder(EngineOptions())
+    folder = find_or_download_model(EngineOptions())
     assert (folder / "config.json").is_file()
 
 
@@ -277,7 +277,7 @@ def test_without_a_profile_steps_of_the_token_budget_are_run(
         return found, num_blocks
 
     batches: list[Batch] = []
-    monkeypatch.setattr(assembly, "measure_gpu_peak", peak)
+    monkeypatch.setattr(assembly, "measure_gpu_peak_increase", peak)
     monkeypatch.setattr(assembly, "memory_profile_batches", profile_batches)
     options = EngineOptions(
         model=str(tiny),

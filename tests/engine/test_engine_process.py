@@ -59,7 +59,7 @@ async def started(model: str = "/none") -> EngineClient:
 def test_tenants_take_turns_in_the_outbox_and_what_is_given_up_is_not_sent() -> None:
     outbox = UnsentRequests()
     for name in "abcd":
-        (message,) = Submit.from_requests([request(f"{name}{number}", 7, number) for number in range(2)])
+        (message,) = Submit.messages_from_requests([request(f"{name}{number}", 7, number) for number in range(2)])
         outbox.push(replace(message, tenant="first" if name < "d" else "second"))
     assert waiting_bytes(outbox) == 4 * 2 * 2 * 4
     assert (
@@ -85,7 +85,7 @@ def test_a_request_that_waits_in_the_outbox_is_sent_when_the_engine_reads(loop: 
             os.kill(client.pid, signal.SIGSTOP)
             long = [client.submit([request(name, *[9] * 60_000, max_tokens=1)]) for name in "abc"]
             assert unsent_bytes(client) > 2 * 60_000 * 4
-            client.abort(("b",))
+            client.abort_requests(("b",))
             os.kill(client.pid, signal.SIGCONT)
             for stream in (long[0], long[2]):
                 ((_, output),) = await stream.next_batch(PATIENCE)
@@ -100,7 +100,7 @@ def test_a_request_that_waits_in_the_outbox_is_sent_when_the_engine_reads(loop: 
 
 def test_a_request_survives_the_wire_unchanged() -> None:
     original = Request("a", array("i", [1, -2, 2**31 - 1]), SamplingParams(seed=-5, stop_token_ids=(7,)), 1.5, b"\x00d")
-    (submit,) = Submit.from_requests([original])
+    (submit,) = Submit.messages_from_requests([original])
     (payload,) = FrameSplitter().feed(encode_frame(submit))
     message = decode_to_engine(payload)
     assert isinstance(message, Submit) and message.requests() == [original]
@@ -143,7 +143,10 @@ def test_requests_run_side_by_side_and_stats_follow() -> None:
         try:
             found = await tokens_of(client, request("a", 1, 2), request("b", 5, max_tokens=4))
             assert found == {"a": [1, 2, 1], "b": [5, 5, 5, 5]}
-            assert client.stats.counters.generation_tokens == 7 and client.num_waiting == client.num_waiting_tokens == 0
+            assert (
+                client.stats.counters.generation_tokens == 7
+                and client.num_awaiting_first_token == client.num_waiting_tokens == 0
+            )
         finally:
             await client.close()
 
@@ -188,7 +191,7 @@ def test_an_abort_ends_the_work_and_leaves_the_others(gate: Gate) -> None:
             client.submit([request("a", 1, max_tokens=500)])
             others = asyncio.create_task(tokens_of(client, request("ab", 2, max_tokens=30)))
             await until(lambda: client.stats.counters.generation_tokens == 2 * 5)
-            client.abort(["a", "unknown"])
+            client.abort_requests(["a", "unknown"])
             assert not await client.call("reset_prefix_cache")  # "ab" runs
             await until(lambda: client.stats.num_running == 1)
             gate.open()

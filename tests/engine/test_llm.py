@@ -166,7 +166,7 @@ def test_conversations_come_in_batches_too() -> None:
     chats = [[{"role": "user", "content": content}] for content in ("!", "?")]
     completions = make_llm().chat(chats, GREEDY)
     assert [c.prompt_token_ids for c in completions] == [
-        list(TOKENIZER.encode(TOKENIZER.render_chat(chat), add_special_tokens=False)) for chat in chats
+        list(TOKENIZER.encode(TOKENIZER.render_chat_text(chat), add_special_tokens=False)) for chat in chats
     ]
 
 

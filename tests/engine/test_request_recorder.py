@@ -63,7 +63,7 @@ def test_prefixes_are_shared_within_a_recording_and_a_domain_only() -> None:
 
 def test_a_recording_is_a_workload(tmp_path: Path) -> None:
     log = DecisionLog(tmp_path / "requests.jsonl")
-    recorder = RequestRecorder(log.write)
+    recorder = RequestRecorder(log.enqueue)
     recorder.record_submitted([request("a", *range(4000, 4010))], BLOCK, 5.0)
     recorder.record_submitted([request("b", *range(4000, 4008))], BLOCK, 6.5)
     recorder.record_output(answer("b", 1, ends=True), 7.0)

@@ -14,10 +14,10 @@ from headstart.engine.wire import (
     FrameSplitter,
     Submit,
     decode_from_engine,
-    decode_stats,
     decode_to_engine,
     encode_frame,
-    encode_stats,
+    stats_from_values,
+    stats_to_builtins,
 )
 
 STORE = StoreStats(num_blocks=3, misses={"gone": 2, "corrupt": 1}, degraded="the disk is full", load_bytes_per_s=0.5)
@@ -45,7 +45,7 @@ def test_every_field_of_a_request_crosses_the_border() -> None:
         if getattr(request, field.name) == getattr(plain, field.name)
     ]
     assert same == ["request_id", "prompt"], "give every other field a value that is not its default"
-    (submit,) = Submit.from_requests([request])
+    (submit,) = Submit.messages_from_requests([request])
     (payload,) = FrameSplitter().feed(encode_frame(submit))
     message = decode_to_engine(payload)
     assert isinstance(message, Submit)
@@ -64,7 +64,7 @@ def test_choices_travel_together_with_prompts_and_parameters_once() -> None:
         )
         for number in range(32)
     ]
-    (submit,) = Submit.from_requests(requests)
+    (submit,) = Submit.messages_from_requests(requests)
     frame = encode_frame(submit)
     assert len(frame) < 2 * 5000 * 4 + 1000 * 16 + 32 * 40
     (payload,) = FrameSplitter().feed(frame)
@@ -76,7 +76,7 @@ def test_choices_travel_together_with_prompts_and_parameters_once() -> None:
     assert len({id(request.sampling.logit_bias) for request in received}) == 1
     others = [dataclasses.replace(request, tenant="other") for request in requests]
     assert [
-        request for part in Submit.from_requests(requests + others) for request in part.requests()
+        request for part in Submit.messages_from_requests(requests + others) for request in part.requests()
     ] == requests + others
 
 
@@ -86,8 +86,8 @@ def test_what_is_known_of_a_store_crosses_the_border_with_every_step_and_as_an_a
     news, answer = (
         decode_from_engine(payload)
         for payload in FrameSplitter().feed(
-            encode_frame(EngineUpdate([], stats)) + encode_frame(CallResult(1, encode_stats(stats)))
+            encode_frame(EngineUpdate([], stats)) + encode_frame(CallResult(1, stats_to_builtins(stats)))
         )
     )
     assert isinstance(news, EngineUpdate) and news.stats == stats
-    assert isinstance(answer, CallResult) and decode_stats(answer.value) == stats
+    assert isinstance(answer, CallResult) and stats_from_values(answer.value) == stats

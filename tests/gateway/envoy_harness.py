@@ -17,7 +17,7 @@ import pytest
 from gateway.harness import Front, Replica, front
 from server.harness import PATIENCE, until
 
-from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
+from headstart.gateway.picker.endpoint_addresses import ReplicaIpAddresses
 from headstart.gateway.picker.envoy_config import SOCKET, EnvoySettings, write_envoy_config, write_envoy_endpoints
 from headstart.gateway.picker.envoy_process import EnvoyProcess
 from headstart.gateway.picker.picker_fronts import PickerServer
@@ -68,7 +68,7 @@ async def envoy_front(*replicas: Replica, **options: Any) -> AsyncIterator[Front
                 max_body_bytes=server.max_body_bytes,
                 max_connections=1000,
             )
-            addresses = EndpointAddresses(lambda found: write_envoy_endpoints(folder, found))
+            addresses = ReplicaIpAddresses(lambda found: write_envoy_endpoints(folder, found))
             addresses.on_replicas_changed([replica.address for replica in replicas])
             envoy = EnvoyProcess(envoy_binary(), write_envoy_config(settings), ServerLog())
             picker = PickerServer(state, addresses, trusts_address=True)

@@ -12,7 +12,7 @@ from gateway.harness import run
 from headstart.gateway.picker import http2_frames as h2
 from headstart.gateway.picker.grpc_calls import GrpcConnectionTable
 from headstart.gateway.picker.grpc_connection import GrpcConnection
-from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStatus, GrpcStream
+from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStatusCode, GrpcStream
 
 ECHO = "/test/Echo"
 
@@ -50,7 +50,7 @@ class EchoServer:
         raise ValueError("our mistake")
 
     async def _refuse(self, stream: GrpcStream) -> None:
-        raise GrpcError(GrpcStatus.NOT_FOUND, "100% of them are gone")
+        raise GrpcError(GrpcStatusCode.NOT_FOUND, "100% of them are gone")
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from server.harness import PATIENCE, parse_events, until
 from headstart.config.options import RouterOptions, ServerOptions
 from headstart.gateway.gateway_app import build_gateway_app
 from headstart.gateway.gateway_state import GatewayState
-from headstart.gateway.proxy.proxy import Placed, place_immediately
+from headstart.gateway.proxy.proxy import Placed, place_by_own_router
 from headstart.gateway.proxy.replies import client_session_options
 from headstart.gateway.proxy.request_reader import RequestParser
 from headstart.gateway.replicas.replica_address import ReplicaAddress
@@ -189,7 +189,7 @@ async def front(
     *replicas: Replica,
     server: dict[str, Any] | None = None,
     reader: RequestParser | None = None,
-    placed: Placed = place_immediately,
+    placed: Placed = place_by_own_router,
     **options: Any,
 ) -> AsyncIterator[Front]:
     """A router in front of replicas, which are started and stopped with it."""

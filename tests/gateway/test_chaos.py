@@ -101,10 +101,10 @@ def test_every_request_ends_and_nothing_is_left_of_it(seed: int, policy: str) ->
             assert ends.count("answered") > 100 and "lost" in ends and "hung up" in ends
             state = router.state
             await until(lambda: state.num_under_way == 0)
-            assert (state.num_pending, state.budget.num_active, state.budget.num_retrying) == (0, 0, 0)
+            assert (state.num_awaiting_first_token, state.budget.num_active, state.budget.num_retrying) == (0, 0, 0)
             for endpoint in state.router.endpoints.values():
                 load, index = endpoint.load, endpoint.index
-                assert (load.num_requests, load.num_pending, load.inflight_tokens) == (0, 0, 0)
+                assert (load.num_requests, load.num_awaiting_first_token, load.inflight_tokens) == (0, 0, 0)
                 assert isinstance(index, ApproximateIndex)
                 index.check()
             assert state.router.regrets["round-robin"].decisions >= 250 - ends.count("hung up")

@@ -90,7 +90,7 @@ def test_a_wrong_key_sees_no_prediction_and_leaves_no_trace(engine: str) -> None
                 *(0, None, None)
             ]
             count = blocks(router, replica)
-            sender = router.state.sender
+            sender = router.state.sender_of_request
             domains = [
                 sender(router.state.auth.authorise({"path": "/v1/models", "headers": headers}), headers).domain
                 for headers in ([], [(b"authorization", b"Bearer wrong")], [(b"authorization", b"Bearer wrong2")])
@@ -168,7 +168,7 @@ def test_an_answer_that_needs_no_key_proves_none() -> None:
 def domain(router: Front, key: str) -> bytes:
     headers = [(b"authorization", f"Bearer {key}".encode())]
     principal = router.state.auth.authorise({"path": "/v1/models", "headers": headers})
-    return router.state.sender(principal, headers).domain
+    return router.state.sender_of_request(principal, headers).domain
 
 
 def test_one_replica_that_keeps_keys_apart_is_enough_to_keep_them_apart_for_all() -> None:
@@ -216,7 +216,7 @@ def test_what_a_key_becomes_cannot_be_computed_and_every_spelling_of_credentials
                     [(b"api-key", b"Bearer a")],
                     [],
                 ]
-                found += [router.state.sender(principal, headers).domain for headers in credentials]
+                found += [router.state.sender_of_request(principal, headers).domain for headers in credentials]
         assert len(set(found)) == len(found) == 12 and all(len(one) == 32 for one in found)
 
     run(go())

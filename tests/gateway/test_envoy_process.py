@@ -17,7 +17,7 @@ from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
 from headstart.gateway.picker import envoy_process
 from headstart.gateway.picker.envoy_process import find_envoy
-from headstart.gateway.picker.picker_fronts import PickerFront, make_envoy_fronts
+from headstart.gateway.picker.picker_fronts import StandalonePickerFront, make_envoy_fronts
 
 
 def route_command(*words: str) -> list[str]:
@@ -116,7 +116,9 @@ def test_a_router_with_keys_has_no_route_to_a_replica_without_its_picker(tmp_pat
         routes = manager["route_config"]["virtual_hosts"][0]["routes"]
         assert [route["match"] == {"prefix": "/"} for route in routes if "route" in route] == [is_open]
         assert oct(os.stat(tmp_path).st_mode)[-1] in "05"
-    assert isinstance(make_envoy_fronts(RouterOptions(ext_proc="127.0.0.1:0"), ServerOptions())[0], PickerFront)
+    assert isinstance(
+        make_envoy_fronts(RouterOptions(ext_proc="127.0.0.1:0"), ServerOptions())[0], StandalonePickerFront
+    )
 
 
 def test_sigterm_lets_a_request_in_envoy_finish(folder: str, tmp_path: Path) -> None:
@@ -142,6 +144,6 @@ def test_a_core_is_left_to_the_router(monkeypatch: pytest.MonkeyPatch, num_cores
 
 
 def test_addresses_of_a_picker_that_others_may_reach_are_known() -> None:
-    assert all(PickerFront(address).is_local for address in ("127.0.0.1:9002", "[::1]:9002", "localhost:0"))
+    assert all(StandalonePickerFront(address).is_local for address in ("127.0.0.1:9002", "[::1]:9002", "localhost:0"))
     open_addresses = ("0.0.0.0:9002", "[::]:9002", "10.0.0.7:9002", "picker:9002")
-    assert not any(PickerFront(address).is_local for address in open_addresses)
+    assert not any(StandalonePickerFront(address).is_local for address in open_addresses)

@@ -245,7 +245,10 @@ def test_the_cache_of_a_replica_whose_metrics_are_refused_is_known_by_its_model(
             await router.up(1)
             endpoint = router.state.router.endpoints[url]
             assert isinstance(endpoint.index, ApproximateIndex)
-            assert (endpoint.block_size, endpoint.index.capacity) == (known["block_size"], known["num_gpu_blocks"])
+            assert (endpoint.block_size, endpoint.index.estimated_capacity) == (
+                known["block_size"],
+                known["num_gpu_blocks"],
+            )
             assert router.state.members.members[url].metrics.kind == "headstart"
 
     with fake_server(folder, tmp_path / "log", **keys) as server:

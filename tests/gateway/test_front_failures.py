@@ -200,7 +200,7 @@ def test_a_client_that_hangs_up_ends_the_work_at_the_replica_and_not_its_health(
             await until(lambda: router.state.num_under_way == 0)
             endpoint = router.state.router.endpoints[replica.url]
             assert endpoint.load.num_requests == 0 and endpoint.health.num_ejections == 0
-            assert router.state.num_pending == 0
+            assert router.state.num_awaiting_first_token == 0
 
     run(go())
 
@@ -241,10 +241,10 @@ def test_more_than_may_wait_get_429_and_those_that_have_a_token_do_not_count() -
         async with front(replica, server={"max_num_queued_reqs": 2}) as router:
             replica.gate.clear()
             streaming_one = asyncio.create_task(router.complete(stream=True))
-            await until(lambda: router.state.num_under_way == 1 and router.state.num_pending == 0)
+            await until(lambda: router.state.num_under_way == 1 and router.state.num_awaiting_first_token == 0)
             replica.script = hold
             waiting = [asyncio.create_task(router.complete(stream=True)) for _ in range(2)]
-            await until(lambda: router.state.num_pending == 2)
+            await until(lambda: router.state.num_awaiting_first_token == 2)
             refused = await router.complete()
             assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
             assert int(refused.headers["retry-after"]) >= 1
@@ -285,12 +285,12 @@ def test_a_tenant_that_fills_the_queue_takes_no_share_of_another() -> None:
 
 def test_what_a_tenant_holds_leaves_bytes_for_another() -> None:
     held = HeldBytesBudget(1000)
-    hog = [held.reserve("hog") for _ in range(2)]
+    hog = [held.open_reservation("hog") for _ in range(2)]
     hog[0].set(600)
     with pytest.raises(QueueFullError):
         hog[1].set(200)
     hog[1].set(100)
-    held.reserve("one").set(200)
+    held.open_reservation("one").set(200)
 
 
 def test_bodies_are_read_chunked_and_no_longer_than_allowed() -> None:

@@ -35,7 +35,7 @@ def test_a_replica_that_was_started_again_is_found_out_its_cache_too() -> None:
             await replica.start()
             await router.up(1)
             await until(lambda: endpoint.block_size == 32)
-            assert len(endpoint.index) == 0 and endpoint.index.capacity == 77
+            assert len(endpoint.index) == 0 and endpoint.index.estimated_capacity == 77
             assert (await router.complete([1] * 64)).status_code == 200 and len(endpoint.index) == 2
 
     run(go())
@@ -149,7 +149,7 @@ def test_small_blocks_are_modelled_together_unless_events_name_them(
 ) -> None:
     member = MonitoredReplica(ReplicaAddress("http://10.0.0.1:8000", events))
     member.metrics = ScrapedMetrics(block_size=block_size, num_blocks=num_blocks)
-    assert member.modelled_cache_size == modelled
+    assert member.modelled_block_size_and_count == modelled
 
 
 def test_a_replica_with_blocks_of_one_token_costs_no_more_than_others() -> None:

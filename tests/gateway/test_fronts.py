@@ -165,7 +165,7 @@ def test_a_draining_router_admits_no_request_and_finishes_those_it_has(kind: str
             replica.gate.clear()
             first = asyncio.create_task(router.complete(stream=True))
             await until(lambda: len(replica.bodies) == 1)
-            router.state.drain()
+            router.state.start_draining()
             response = await router.complete()
             assert response.status_code == 503 and response.json()["error"]["code"] == "draining"
             assert router.state.num_under_way == 1

@@ -33,7 +33,7 @@ def test_a_whole_answer_comes_as_the_replica_gave_it() -> None:
             assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "abc"
             assert answer.headers["x-headstart-replica"] == replica.url
             assert replica.bodies == [{"prompt": [1, 2, 3], "max_tokens": 3}]
-            assert router.state.router.num_reported == 1 and router.state.num_pending == 0
+            assert router.state.router.num_reported == 1 and router.state.num_awaiting_first_token == 0
 
     run(go())
 
@@ -155,9 +155,9 @@ def test_a_long_answer_in_one_piece_makes_no_replica_look_late() -> None:
             await until(lambda: len(replica.bodies) == 1)
             endpoint = router.state.router.endpoints[replica.url]
             before = endpoint.load.rates
-            await until(lambda: endpoint.load.num_pending == 0)
-            assert endpoint.load.num_streams == 1 and endpoint.slowdown(time.monotonic() + 60) == 1.0
-            assert router.state.num_pending == 0 and router.state.num_under_way == 1
+            await until(lambda: endpoint.load.num_awaiting_first_token == 0)
+            assert endpoint.load.num_streams == 1 and endpoint.slowdown_versus_fleet(time.monotonic() + 60) == 1.0
+            assert router.state.num_awaiting_first_token == 0 and router.state.num_under_way == 1
             held.set()
             assert (await answer).status_code == 200
             assert endpoint.load.num_requests == 0 and endpoint.load.rates == before
@@ -385,12 +385,12 @@ def test_a_large_body_whose_client_is_gone_is_not_parsed() -> None:
             app: Any = build_gateway_app(router.state)
             read: list[bytes] = []
             original = router.state.reader.read_spooled
-            router.state.reader.read_spooled = lambda *given: read.append(b"") or original(*given)  # type: ignore
+            router.state.reader.read_spooling_if_large = lambda *given: read.append(b"") or original(*given)  # type: ignore
             body = json.dumps({"prompt": "a" * (2 << 20)}).encode()
             async with app._app._long_work._huge.turn("another"):
                 asks = [asyncio.create_task(gone_at_once(app, "/v1/completions", body)) for _ in range(4)]
                 await turns(200)  # all of them wait, and their clients disconnect
             assert await asyncio.gather(*asks) == [499] * 4 and read == []
-            assert router.state.bodies.held_bytes == 0 and router.state.proxy.held.held_bytes == 0
+            assert router.state.bodies.total_held_bytes == 0 and router.state.proxy.held.held_bytes == 0
 
     run(go())

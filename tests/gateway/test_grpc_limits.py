@@ -11,8 +11,8 @@ from server.harness import until
 
 from headstart.gateway.picker import grpc_calls, grpc_connection
 from headstart.gateway.picker import http2_frames as h2
-from headstart.gateway.picker.grpc_calls import BURST, FrameBudget
-from headstart.gateway.picker.grpc_stream import STREAM_WINDOW, GrpcStatus
+from headstart.gateway.picker.grpc_calls import BURST, ConnectionFrameBudget
+from headstart.gateway.picker.grpc_stream import STREAM_WINDOW, GrpcStatusCode
 
 COUNT = 3 * BURST
 NO_SETTINGS = h2.make_frame(h2.SETTINGS, 0, 0, (b"\0\x09" + bytes(4)) * 2_000)
@@ -84,7 +84,7 @@ def test_calls_with_messages_are_not_counted_as_a_flood() -> None:
 
 
 def test_time_refills_the_budget_of_frames_up_to_a_burst() -> None:
-    budget = FrameBudget(0.0)
+    budget = ConnectionFrameBudget(0.0)
     assert budget.spend_frames(BURST) and not budget.spend_frames(1)
     budget.refill(1.0)
     assert budget.spend_frames(grpc_calls.REFILL - 1) and not budget.spend_frames(1)
@@ -122,7 +122,7 @@ def test_incomplete_messages_of_all_connections_are_bounded_and_the_largest_call
         small.data_received(h2.make_frame(h2.DATA, h2.END_STREAM, 1, b"i"))
         await until(lambda: any(head.kind == h2.DATA and head.stream_id == 1 for head, _ in answers.frames()))
         ended = [payload for head, payload in answers.frames() if head.kind == h2.HEADERS]
-        assert any(str(int(GrpcStatus.RESOURCE_EXHAUSTED)).encode() in payload for payload in ended)
+        assert any(str(int(GrpcStatusCode.RESOURCE_EXHAUSTED)).encode() in payload for payload in ended)
         for connection, _ in pairs:
             connection.connection_lost(None)
         await until(lambda: not server.callers.num_calls)
@@ -150,7 +150,7 @@ def test_a_running_call_that_holds_too_much_is_cancelled() -> None:
         await until(lambda: server.num_open == 1)
         connection.data_received(h2.make_frame(h2.DATA, 0, 1, message(bytes(10_000))) * 2)
         await until(lambda: server.cancelled == 1 and not connection._late)
-        assert f"{int(GrpcStatus.RESOURCE_EXHAUSTED)}".encode() in transport.frames()[-1][1]
+        assert f"{int(GrpcStatusCode.RESOURCE_EXHAUSTED)}".encode() in transport.frames()[-1][1]
         assert server.callers.held_bytes == 0
 
     with_server(test, max_held_bytes=15_000)
@@ -208,7 +208,7 @@ def test_calls_and_connections_that_do_not_go_on_end(monkeypatch: pytest.MonkeyP
         (_, mute), (slow, transport) = connected(server), connected(server)
         slow.data_received(h2.PREFACE + opening() + h2.make_frame(h2.DATA, 0, 1, b"\0\0\0\0\x05x"))
         await until(lambda: mute.is_closed and not server.callers.num_calls and not slow._late)
-        assert str(int(GrpcStatus.DEADLINE_EXCEEDED)).encode() in transport.frames()[-1][1]
+        assert str(int(GrpcStatusCode.DEADLINE_EXCEEDED)).encode() in transport.frames()[-1][1]
         assert not transport.is_closed
 
     with_server(test)

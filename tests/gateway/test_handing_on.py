@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from gateway.harness import Replica, front, run
 
-from headstart.bundled import bundled_model_folder
+from headstart.bundled import bundled_intent_model_folder
 from headstart.gateway.proxy.request_reader import RequestParser
 from headstart.openai.tokenizer.handed_tokens import split_tokens_from_body
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
-TOKENIZER = SegmentedTokenizer(Tokenizer.from_folder(bundled_model_folder()))
+TOKENIZER = SegmentedTokenizer(Tokenizer.from_folder(bundled_intent_model_folder()))
 TEXT = "the quick brown fox " * 100
 OURS = {"owned_by": "headstart", "tokenizer": TOKENIZER.digest}
 

@@ -108,7 +108,7 @@ def test_a_body_is_freed_when_its_stream_has_begun() -> None:
         async with front(replica) as router, asyncio.timeout(SECONDS):
             held = router.state.proxy.held
             asked = asyncio.create_task(router.complete("x" * 2 * MIB, stream=True))
-            await until(lambda: router.state.num_under_way == 1 and router.state.num_pending == 0)
+            await until(lambda: router.state.num_under_way == 1 and router.state.num_awaiting_first_token == 0)
             assert 0 < held.held_bytes < 4 * MIB, "the hashes of its blocks are left"
             replica.gate.set()
             assert (await asked).status_code == 200 and held.held_bytes == 0
@@ -233,7 +233,7 @@ def test_answers_in_one_piece_are_counted_while_they_are_read() -> None:
             held.max_bytes = 4 * MIB
             answer = await router.complete()
             assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
-            assert held.held_bytes == 0 and router.state.num_pending == 0
+            assert held.held_bytes == 0 and router.state.num_awaiting_first_token == 0
 
     run(go())
 
@@ -259,7 +259,7 @@ def test_events_without_an_end_are_counted_too() -> None:
 
 def test_the_budget_counts_what_is_held_and_refuses_only_growth() -> None:
     held = HeldBytesBudget(100)
-    with held.reserve() as one, held.reserve() as other:
+    with held.open_reservation() as one, held.open_reservation() as other:
         one.set(60)
         with pytest.raises(QueueFullError, match="60"):
             other.set(41)

@@ -50,7 +50,7 @@ def test_with_replay_the_index_is_the_engines_whatever_was_lost(seed: int, loss:
             rig.relay.loss = loss
             await rig.serve(20)
             await rig.caught_up()
-            assert rig.engine.scheduler.pool.num_evictions > 100 and rig.relay.num_lost > 0
+            assert rig.engine.scheduler.pool.num_capacity_evictions > 100 and rig.relay.num_lost > 0
             assert_equal(rig)
             counts = rig.consumer.counts
             assert counts["unknown_parents"] == counts["lost"] == counts["restarts"] == counts["voids"] == 0

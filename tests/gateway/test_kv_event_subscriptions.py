@@ -13,13 +13,13 @@ from aiohttp import web
 from gateway.harness import Replica, front, usage
 from server.harness import until
 
-from headstart.bundled import bundled_model_folder
+from headstart.bundled import bundled_intent_model_folder
 from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from headstart.core.cache.hashing import BlockHash
 from headstart.engine.kv_event_publisher import KVEventPublisher, KVEventsConfig
 from headstart.gateway.kv_events import kv_event_intake as kv_event_trust
 from headstart.gateway.kv_events.kv_event_decoding import KVEventDecoder
-from headstart.gateway.proxy.request_reader import RequestParser, RequestSender
+from headstart.gateway.proxy.request_reader import RequestParser, SenderRoutingInfo
 from headstart.gateway.replicas.kv_event_subscriptions import MAX_INDEX_BLOCKS, SLACK_BLOCKS, TIERS, index_capacity
 from headstart.gateway.replicas.probes import ScrapedMetrics
 from headstart.gateway.replicas.replica_address import ReplicaAddress
@@ -91,8 +91,8 @@ def test_salted_blocks_are_found_by_salted_prompts_alone() -> None:
                 read = router.state.reader.read
                 body = b'{"model": "m", "prompt": [%s]%s}'
                 ones = b", ".join([b"1"] * (4 * BLOCK))
-                plain = read("/v1/completions", body % (ones, b""), RequestSender())
-                with_salt = read("/v1/completions", body % (ones, b', "cache_salt": "s"'), RequestSender())
+                plain = read("/v1/completions", body % (ones, b""), SenderRoutingInfo())
+                with_salt = read("/v1/completions", body % (ones, b', "cache_salt": "s"'), SenderRoutingInfo())
                 assert index.num_cached_prefix_blocks(plain.request.prompt.block_hashes(BLOCK), 0.0) == 0
                 assert index.num_cached_prefix_blocks(with_salt.request.prompt.block_hashes(BLOCK), 0.0) == 4
 
@@ -112,7 +112,7 @@ def test_a_chat_with_tools_is_found_again_where_events_are_heard(monkeypatch: py
 
     async def go() -> None:
         with publishing(replica) as publisher:
-            reader = RequestParser(Tokenizer.from_folder(bundled_model_folder()))
+            reader = RequestParser(Tokenizer.from_folder(bundled_intent_model_folder()))
             async with front(replica, reader=reader) as router:
                 await router.up(1)
                 index = router.state.router.endpoints[replica.url].index
@@ -162,7 +162,7 @@ def test_while_a_publisher_is_suspended_its_replica_is_guessed_at(monkeypatch: p
                 endpoint = router.state.router.endpoints[replica.url]
                 publisher.publish([stored(4)])
                 await until(lambda: isinstance(endpoint.index, KVEventIndex) and len(endpoint.index) == 4)
-                monkeypatch.setattr(KVEventDecoder, "split", failing)
+                monkeypatch.setattr(KVEventDecoder, "split_batch", failing)
                 publisher.publish([stored(1)])
                 await until(lambda: isinstance(endpoint.index, ApproximateIndex))
                 replica.block_size = 32  # what is believed begins anew meanwhile
@@ -218,7 +218,7 @@ def test_while_prompts_are_counted_in_bytes_events_are_not_listened_to() -> None
                 await router.up(1)
                 endpoint = router.state.router.endpoints[replica.url]
                 assert isinstance(endpoint.index, ApproximateIndex) and not router.state.listening.event_counts()
-                router.state.reader.tokenizer = Tokenizer.from_folder(bundled_model_folder())
+                router.state.reader.tokenizer = Tokenizer.from_folder(bundled_intent_model_folder())
                 await until(lambda: isinstance(endpoint.index, KVEventIndex))
 
     asyncio.run(go())

@@ -97,7 +97,7 @@ def test_a_pool_of_absurd_size_costs_no_memory() -> None:
     page = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="' + b"9" * 30 + b'"} 1.0\n'
 
     async def check(endpoint: Any, router: Any) -> None:
-        assert isinstance(endpoint.index, ApproximateIndex) and endpoint.index.capacity <= 2**22
+        assert isinstance(endpoint.index, ApproximateIndex) and endpoint.index.estimated_capacity <= 2**22
 
     looking(Odd(metrics=page), check)
 

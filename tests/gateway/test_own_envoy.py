@@ -12,7 +12,7 @@ from server.harness import until
 
 from headstart.gateway.picker import ext_proc_pb2 as pb
 from headstart.gateway.picker import http2_frames as h2
-from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
+from headstart.gateway.picker.endpoint_addresses import ReplicaIpAddresses
 from headstart.gateway.picker.ext_proc_messages import ANSWER_HEADERS, CALL, DESTINATION, LB, SERVED, STREAMED
 from headstart.gateway.picker.picker_fronts import SERVICE, PickerServer
 from headstart.http.answer_report import UsageReportHeader
@@ -29,7 +29,7 @@ class OwnEnvoy:
     """The connection of our own Envoy to a picker."""
 
     def __init__(self, router: Front, replica: Replica) -> None:
-        addresses = EndpointAddresses()
+        addresses = ReplicaIpAddresses()
         addresses.on_replicas_changed([replica.address])
         self._connection = PickerServer(router.state, addresses, trusts_address=True)._connection()
         self._transport = Transport()

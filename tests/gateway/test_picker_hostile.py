@@ -23,7 +23,7 @@ from server.harness import until
 from headstart.gateway.picker import ext_proc_pb2 as pb
 from headstart.gateway.picker import http2_frames as h2
 from headstart.gateway.picker.ext_proc_messages import MAX_HEAD_BYTES, MAX_HEADERS, SUBSET
-from headstart.gateway.picker.grpc_stream import GrpcStatus
+from headstart.gateway.picker.grpc_stream import GrpcStatusCode
 from headstart.gateway.picker.picker_fronts import HEALTH, MAX_WATCHERS, SERVICE, PickerServer
 
 PROCESS = f"/{SERVICE}/Process"
@@ -90,36 +90,36 @@ TRAILERS = pb.ProcessingRequest(request_trailers=pb.HttpTrailers(trailers=header
 ODD_KEY = request_head()
 ODD_KEY.request_headers.headers.headers.append(pb.HeaderValue(key="\u20ac", raw_value=b"x"))
 ENDED = {
-    "an undecodable first message": ([b"\xff"], GrpcStatus.INVALID_ARGUMENT),
-    "an undecodable body": ([request_head().SerializeToString(), b"\xff"], GrpcStatus.INVALID_ARGUMENT),
+    "an undecodable first message": ([b"\xff"], GrpcStatusCode.INVALID_ARGUMENT),
+    "an undecodable body": ([request_head().SerializeToString(), b"\xff"], GrpcStatusCode.INVALID_ARGUMENT),
     "an undecodable rest of a body": (
         [request_head().SerializeToString(), request_body(BODY[:5], ends=False).SerializeToString(), b"\x0a\xff"],
-        GrpcStatus.INVALID_ARGUMENT,
+        GrpcStatusCode.INVALID_ARGUMENT,
     ),
     "an undecodable head of an answer": (
         [request_head().SerializeToString(), request_body(BODY).SerializeToString(), b"\xff"],
-        GrpcStatus.INVALID_ARGUMENT,
+        GrpcStatusCode.INVALID_ARGUMENT,
     ),
-    "too many headers": ([headers_of(MAX_HEADERS).SerializeToString()], GrpcStatus.RESOURCE_EXHAUSTED),
+    "too many headers": ([headers_of(MAX_HEADERS).SerializeToString()], GrpcStatusCode.RESOURCE_EXHAUSTED),
     "a head that is too long": (
         [request_head(x="y" * MAX_HEAD_BYTES).SerializeToString()],
-        GrpcStatus.RESOURCE_EXHAUSTED,
+        GrpcStatusCode.RESOURCE_EXHAUSTED,
     ),
-    "a head of a million parts": ([b"\x12\x00" * 1_000_000], GrpcStatus.RESOURCE_EXHAUSTED),
+    "a head of a million parts": ([b"\x12\x00" * 1_000_000], GrpcStatusCode.RESOURCE_EXHAUSTED),
     "a body with a long head": (
         [(request_body(BODY).SerializeToString() + headers_of(MAX_HEAD_BYTES).SerializeToString())],
-        GrpcStatus.RESOURCE_EXHAUSTED,
+        GrpcStatusCode.RESOURCE_EXHAUSTED,
     ),
     "a later message that is too long": (
         [request_head().SerializeToString(), headers_of(MAX_HEAD_BYTES).SerializeToString()],
-        GrpcStatus.RESOURCE_EXHAUSTED,
+        GrpcStatusCode.RESOURCE_EXHAUSTED,
     ),
 }
 
 
 @pytest.mark.parametrize(("messages", "status"), ENDED.values(), ids=ENDED)
 def test_a_message_that_cannot_be_read_ends_its_call_with_a_status(
-    messages: list[bytes], status: GrpcStatus, capfd: pytest.CaptureFixture[str]
+    messages: list[bytes], status: GrpcStatusCode, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def test(picker: Picker) -> None:
         caller = Caller(picker)
@@ -127,7 +127,7 @@ def test_a_message_that_cannot_be_read_ends_its_call_with_a_status(
         await until(lambda: caller.status is not None)
         assert caller.status == status
         assert not any(answer.HasField("immediate_response") for answer in caller.answers())
-        assert not picker.state.num_under_way and not picker.state.num_pending
+        assert not picker.state.num_under_way and not picker.state.num_awaiting_first_token
 
     with_picker(test, Replica())
     assert "Traceback" not in capfd.readouterr().err
@@ -153,7 +153,7 @@ def test_odd_values_are_no_error_of_the_picker(
         caller = Caller(picker, trusts_address=is_own)
         caller.say(*[one.SerializeToString() for one in messages], ends=True)
         await until(lambda: caller.status is not None)
-        assert caller.status in (GrpcStatus.OK, GrpcStatus.INVALID_ARGUMENT)
+        assert caller.status in (GrpcStatusCode.OK, GrpcStatusCode.INVALID_ARGUMENT)
 
     with_picker(test, Replica(), replica_wait=0.0)
     assert "Traceback" not in capfd.readouterr().err
@@ -203,7 +203,7 @@ def test_no_messages_are_an_error_of_the_picker(capfd: pytest.CaptureFixture[str
             codes = [one.immediate_response.status.code for one in caller.answers()]
             assert not {500, 501, 504} & set(codes)
             caller.close()
-        await until(lambda: not picker.state.num_under_way and not picker.state.num_pending)
+        await until(lambda: not picker.state.num_under_way and not picker.state.num_awaiting_first_token)
 
     replica = Replica()
     with_picker(test, replica, replica_wait=0.0)

@@ -18,7 +18,7 @@ from server.harness import until
 from headstart.gateway.gateway_app import build_gateway_app
 from headstart.gateway.picker import ext_proc_messages
 from headstart.gateway.picker import ext_proc_pb2 as pb
-from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
+from headstart.gateway.picker.endpoint_addresses import ReplicaIpAddresses
 from headstart.gateway.picker.endpoint_picker import EndpointPicker
 from headstart.gateway.picker.ext_proc_messages import (
     CHUNK_BYTES,
@@ -112,7 +112,7 @@ class Picker:
 
     def __init__(self, router: Front, replicas: Sequence[Replica]) -> None:
         self.state = router.state
-        self.addresses = EndpointAddresses()
+        self.addresses = ReplicaIpAddresses()
         self.addresses.on_replicas_changed([replica.address for replica in replicas])
         self._app = build_gateway_app(self.state, EndpointPicker(self.state, self.addresses).forward)
 
@@ -353,7 +353,7 @@ def test_a_stream_that_ends_early_is_the_clients_doing() -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert endpoint.load.num_requests == 0 and endpoint.health.num_ejections == 0
-        assert not picker.state.num_under_way and not picker.state.num_pending
+        assert not picker.state.num_under_way and not picker.state.num_awaiting_first_token
 
     with_picker(test, Replica())
 
@@ -443,7 +443,7 @@ def test_names_of_hosts_are_resolved() -> None:
     async def test() -> None:
         replica = await Replica().start()
         found: list[Any] = []
-        addresses = EndpointAddresses(found.append)
+        addresses = ReplicaIpAddresses(found.append)
         named = replica.url.replace("127.0.0.1", "localhost")
         addresses.on_replicas_changed([type(replica.address)(named), type(replica.address)("http://[::1]:80")])
         await until(lambda: addresses.address(named) is not None)

@@ -44,16 +44,16 @@ class Engine:
 def test_vllms_page_is_read() -> None:
     found = parse_metrics(VLLM)
     assert found == ScrapedMetrics("vllm", 32, 1234, 1, 5, 0.25, frozenset({"a", "b"}), frozenset(), 4)
-    assert found.to_report(9.0).at == 9.0 and found.to_report(9.0).running == 5
+    assert found.to_replica_report(9.0).at == 9.0 and found.to_replica_report(9.0).running == 5
 
 
 def test_our_own_page_is_read() -> None:
     metrics = ServerMetrics("m", ("/health",))
-    metrics.watch(Engine())
+    metrics.register_engine_collectors(Engine())
     found = parse_metrics(metrics.expose().decode())
     assert (found.kind, found.block_size, found.num_blocks) == ("headstart", 16, 777)
     assert (found.waiting, found.running, found.kv_usage) == (4, 2, 0.25)
-    assert parse_metrics(metrics.expose_load().decode()) == found, "what a router reads is the same"
+    assert parse_metrics(metrics.expose_load_metrics().decode()) == found, "what a router reads is the same"
 
 
 @pytest.mark.parametrize(("engine", "later"), [("headstart", "load"), ("vllm", "")])

@@ -12,7 +12,7 @@ from server.harness import until
 
 from headstart.gateway.http_front import HttpFront
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.http.protocol.connections import OWN_FILES, max_connections_by_open_files
+from headstart.http.protocol.connections import OWN_FILES, raise_connection_limit
 
 
 def test_the_queue_is_as_many_times_longer_as_there_are_replicas_that_serve() -> None:
@@ -28,7 +28,7 @@ def test_the_queue_is_as_many_times_longer_as_there_are_replicas_that_serve() ->
             for replica in replicas:
                 replica.script = hold
             waiting = [asyncio.create_task(router.complete(stream=True)) for _ in range(4)]
-            await until(lambda: router.state.num_pending == 4)
+            await until(lambda: router.state.num_awaiting_first_token == 4)
             assert (await router.complete()).status_code == 429
             leaving = replicas[0]
             leaving.health = (503, {"error": {"code": "draining"}})  # what every later probe finds as well
@@ -37,7 +37,7 @@ def test_the_queue_is_as_many_times_longer_as_there_are_replicas_that_serve() ->
             assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200] * 4
             held.clear()
             waiting = [asyncio.create_task(router.complete(stream=True)) for _ in range(2)]
-            await until(lambda: router.state.num_pending == 2)
+            await until(lambda: router.state.num_awaiting_first_token == 2)
             assert (await router.complete()).status_code == 429
             held.set()
             await asyncio.gather(*waiting)
@@ -65,7 +65,7 @@ def test_the_cap_on_connections_follows_the_number_of_replicas() -> None:
                 here = HttpFront(listener)
                 await here.start(router.state)
                 table = here.connections
-                most = max_connections_by_open_files(files_each=2)
+                most = raise_connection_limit(files_each=2)
                 for num, cap in ((1, 4096), (2, 4096), (6, 12_288), (1000, most), (3, 6144), (0, 4096)):
                     here.on_replicas_changed([ReplicaAddress(f"http://r{i}") for i in range(num)])
                     assert table.max_connections == min(cap, most)

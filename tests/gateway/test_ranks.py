@@ -53,7 +53,7 @@ def test_each_rank_is_a_replica_with_an_index_of_its_own() -> None:
                 assert own and len(server.seen[rank]) == 3 * len(own), "a prompt comes back to its rank"
                 assert len(endpoints[name].index) > 0
             assert set(server.seen["0"]).isdisjoint(server.seen["1"])
-            assert router.state.urls_of_up_replicas == [server.url], (
+            assert router.state.server_urls_of_up_replicas == [server.url], (
                 "administrators' requests are sent once to a server"
             )
 

@@ -6,7 +6,7 @@ import pytest
 
 from headstart.config.options import RouterOptions, ServerOptions, TenantEntry
 from headstart.core.errors import ConfigError
-from headstart.gateway.ray.ray_application import build, cpus_per_replica, with_replica_key
+from headstart.gateway.ray.ray_application import build, cpus_per_replica, options_with_replica_key
 
 
 @pytest.mark.parametrize(
@@ -20,10 +20,10 @@ def test_replicas_are_as_large_as_all_of_them_can_be_placed(nodes: list[int], re
 def test_servers_check_the_clients_keys_or_one_that_only_the_router_has() -> None:
     tenants = (TenantEntry("red", ("r",)),)
     for keyed in (ServerOptions(api_key=("k",)), ServerOptions(tenants=tenants)):
-        assert with_replica_key(keyed, RouterOptions()) == (keyed, RouterOptions())
+        assert options_with_replica_key(keyed, RouterOptions()) == (keyed, RouterOptions())
     open_server = ServerOptions(admin_api_key=("boss",))
-    server, router = with_replica_key(open_server, RouterOptions())
-    other, _ = with_replica_key(open_server, RouterOptions())
+    server, router = options_with_replica_key(open_server, RouterOptions())
+    other, _ = options_with_replica_key(open_server, RouterOptions())
     assert server.api_key and server.api_key != other.api_key
     assert server.admin_api_key == ("boss", router.replica_api_key)
 

@@ -17,8 +17,8 @@ from server.harness import until
 
 from headstart.core.errors import NoReplicaError
 from headstart.gateway.ray import ingress
-from headstart.gateway.ray.ingress import RayPlacement
-from headstart.gateway.ray.placement_ticket import PlacementTicket, RayFleet
+from headstart.gateway.ray.ingress import RayRequestPlacer
+from headstart.gateway.ray.placement_ticket import PlacementRequest, RayReplicaListing
 from headstart.gateway.ray.prefix_request_router import PrefixRequestRouter
 
 LONG = "a shared beginning of many words, " * 40
@@ -132,13 +132,13 @@ def ray_handle() -> Iterator[Handle]:
 @asynccontextmanager
 async def ray_front(handle: Handle, *replicas: Replica, **options: Any) -> AsyncIterator[Front]:
     """A router whose replicas Ray lists, and whose requests pass through Ray's request router."""
-    placement = RayPlacement(handle)
-    async with front(placed=placement.placed, health_interval=60.0, **options) as router:
+    placement = RayRequestPlacer(handle)
+    async with front(placed=placement.place_for_attempt, health_interval=60.0, **options) as router:
         for replica in replicas:
             await replica.start()
         try:
             handle.set_replicas(*(replica.url for replica in replicas))
-            await placement.introduce_fleet(RayFleet(router.state.members.on_replicas_changed))
+            await placement.report_replicas_to(RayReplicaListing(router.state.members.on_replicas_changed))
             await router.up(len(replicas))
             yield router
         finally:
@@ -268,7 +268,7 @@ def test_a_ticket_is_answered_once_and_travels_as_its_id() -> None:
     async def test() -> None:
         refusals: list[str] = []
         in_flight: Any = SimpleNamespace(endpoint=SimpleNamespace(name="b"), fallbacks=("a",))
-        ticket = PlacementTicket("id", RayFleet(lambda found: None), lambda names: in_flight)
+        ticket = PlacementRequest("id", RayReplicaListing(lambda found: None), lambda names: in_flight)
         ticket.refused = lambda: refusals.append("refused")
         assert await ticket.rank_replicas(["a", "b"]) == ["b", "a"] and not refusals
         assert await ticket.rank_replicas(["a"]) == () and refusals == ["refused"]
@@ -277,7 +277,7 @@ def test_a_ticket_is_answered_once_and_travels_as_its_id() -> None:
         def none(names: Any) -> Any:
             raise NoReplicaError("none", reasons={})
 
-        hopeless = PlacementTicket("id", ticket.fleet, none)
+        hopeless = PlacementRequest("id", ticket.fleet, none)
         assert await hopeless.rank_replicas(["a"]) == ()
         assert isinstance(hopeless.decision.exception(), NoReplicaError)
 
@@ -289,13 +289,13 @@ def test_rays_loop_is_never_blocked_by_a_decision() -> None:
         replica = Replica()
         with ray_handle() as handle:
             async with ray_front(handle, replica) as router:
-                place = router.state.proxy.place
+                place = router.state.proxy.choose_and_record
 
                 def slow(*args: Any) -> Any:
                     time.sleep(0.5)
                     return place(*args)
 
-                router.state.proxy.place = slow  # type: ignore[method-assign]
+                router.state.proxy.choose_and_record = slow  # type: ignore[method-assign]
                 beats = 0
 
                 async def beat() -> None:

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from headstart.bundled import BUNDLED_NAME, bundled_model_folder
+from headstart.bundled import BUNDLED_NAME, bundled_intent_model_folder
 from headstart.core.errors import ConfigError
 from headstart.gateway.replica_tokenizers import find_tokenizer_of_models, load_named_tokenizer
 from headstart.gateway.replicas.probes import ModelCard
 
 
 def test_a_folder_and_the_bundled_model_are_found() -> None:
-    for name in (str(bundled_model_folder()), BUNDLED_NAME):
+    for name in (str(bundled_intent_model_folder()), BUNDLED_NAME):
         assert load_named_tokenizer(name).vocab_size > 0
 
 
@@ -22,7 +22,7 @@ def test_what_is_not_here_is_a_mistake(name: str) -> None:
 
 
 def test_the_root_of_a_model_names_it_and_strangers_do_not(tmp_path: Path) -> None:
-    root = {"root": str(bundled_model_folder())}
+    root = {"root": str(bundled_intent_model_folder())}
     assert find_tokenizer_of_models([ModelCard("any", None, root), ModelCard("tuned", "any")]) is not None
     assert find_tokenizer_of_models([ModelCard(BUNDLED_NAME)]) is not None
     assert find_tokenizer_of_models([ModelCard("one", None, root), ModelCard("two")]) is None

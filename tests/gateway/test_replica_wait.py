@@ -35,7 +35,7 @@ def test_requests_wait_while_the_only_replica_is_restarted(stream: bool) -> None
                 answer = await task
                 assert answer.status_code == 200
                 assert texts(answer.text) == list("abc") if stream else answer.json()["choices"][0]["text"] == "abc"
-            assert router.state.num_pending == router.state.proxy.replica_wait.num_waiting == 0
+            assert router.state.num_awaiting_first_token == router.state.proxy.replica_wait.num_waiting == 0
 
     run(go())
 
@@ -98,7 +98,7 @@ def test_a_fleet_that_stays_down_refuses_at_once_again() -> None:
             left_at = router.state.router.endpoints[replica.url].health.left_at
             assert answer.status_code == 503 and answer.json()["error"]["code"] == "no_replicas"
             assert time.monotonic() - left_at >= 0.5
-            router.state.proxy.replica_wait.wait = None  # type: ignore[assignment,method-assign]  # it is not called
+            router.state.proxy.replica_wait.wait_until_replica_up = None  # type: ignore[assignment,method-assign]  # it is not called
             assert (await router.complete()).json()["error"]["code"] == "no_replicas"
 
     run(go())
@@ -136,7 +136,7 @@ def test_waiting_requests_count_as_pending_and_leave_with_their_clients() -> Non
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await waiting(router, 0)
-            assert router.state.num_pending == 0
+            assert router.state.num_awaiting_first_token == 0
 
     run(go())
 

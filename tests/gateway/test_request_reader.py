@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer_folders import BYTE_LEVEL, write
 
-from headstart.bundled import bundled_model_folder
+from headstart.bundled import bundled_intent_model_folder
 from headstart.core.cache.hashing import hash_block_chain
 from headstart.core.errors import InvalidRequestError
 from headstart.gateway.proxy.request_reader import (
     ParsedRequest,
     RequestParser,
-    RequestSender,
-    ServedModelName,
+    ResolvedModelName,
+    SenderRoutingInfo,
     has_endless_word,
     session_from_headers,
 )
@@ -37,13 +37,13 @@ MESSAGES = [{"role": "system", "content": "You name intents."}, {"role": "user",
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_folder(bundled_model_folder())
+    return Tokenizer.from_folder(bundled_intent_model_folder())
 
 
 def read(
     body: dict[str, Any], path: str = COMPLETIONS, reader: RequestParser | None = None, **sender: Any
 ) -> ParsedRequest:
-    return (reader or RequestParser()).read(path, json.dumps(body).encode(), RequestSender(**sender))
+    return (reader or RequestParser()).read(path, json.dumps(body).encode(), SenderRoutingInfo(**sender))
 
 
 def shared(one: ParsedRequest, other: ParsedRequest, size: int = 1) -> int:
@@ -61,7 +61,7 @@ def test_the_prompt_is_counted_in_the_replicas_tokens_where_their_tokenizer_is_h
     completion = read({"prompt": text}, reader=reader)
     assert completion.request.prompt.exact and completion.request.prompt.num_tokens == len(tokenizer.encode(text))
     chat = read({"messages": MESSAGES}, CHAT, reader)
-    rendered = tokenizer.render_chat([dict(message) for message in MESSAGES])
+    rendered = tokenizer.render_chat_text([dict(message) for message in MESSAGES])
     assert (
         chat.request.prompt.num_tokens == len(tokenizer.encode(rendered, add_special_tokens=False))
         and chat.request.prompt.exact
@@ -135,7 +135,7 @@ def test_fields_another_engine_knows_do_not_keep_a_prompt_from_being_counted(tok
 
 def test_a_stream_is_asked_for_its_usage_without_another_byte_changed() -> None:
     body = b' {"stream" : true, "prompt": "\\u00e9", "big": 12345678901234567890, "x": 1.10}'
-    reading = RequestParser().read(COMPLETIONS, body, RequestSender())
+    reading = RequestParser().read(COMPLETIONS, body, SenderRoutingInfo())
     assert reading.body == b'{"stream_options":{"include_usage":true},' + body[2:] and reading.hides_usage
     assert json.loads(reading.body) == {**json.loads(body), "stream_options": {"include_usage": True}}
 
@@ -169,15 +169,15 @@ def test_no_client_names_the_server_that_a_replica_gets_kv_from() -> None:
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b"\xff", b"[" * 100_000, b"null"])
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequestError):
-        RequestParser().read(COMPLETIONS, body, RequestSender())
+        RequestParser().read(COMPLETIONS, body, SenderRoutingInfo())
 
 
 def test_domains_adapters_and_models_share_nothing() -> None:
     reader = RequestParser()
     reader.served = {
-        "m": ServedModelName("m"),
-        "tuned": ServedModelName("m", "tuned"),
-        "other": ServedModelName("other"),
+        "m": ResolvedModelName("m"),
+        "tuned": ResolvedModelName("m", "tuned"),
+        "other": ResolvedModelName("other"),
     }
     prompt = {"prompt": [1] * 8}
     plain = read({**prompt, "model": "m"}, reader=reader)
@@ -197,40 +197,40 @@ def test_domains_adapters_and_models_share_nothing() -> None:
 
 def test_a_model_with_ollamas_tag_is_the_one_without() -> None:
     reader = RequestParser()
-    reader.served = {"m": ServedModelName("m"), "n:latest": ServedModelName("n")}
+    reader.served = {"m": ResolvedModelName("m"), "n:latest": ResolvedModelName("n")}
     for name, expected in (("m:latest", "m"), ("m", "m"), ("n:latest", "n:latest")):
         assert (
             reader.read(
-                "/v1/completions", json.dumps({"prompt": "a", "model": name}).encode(), RequestSender()
+                "/v1/completions", json.dumps({"prompt": "a", "model": name}).encode(), SenderRoutingInfo()
             ).request.model
             == expected
         )
 
 
 def test_a_prompt_that_no_replica_takes_is_routed_by_its_beginning() -> None:
-    reader = RequestParser(Tokenizer.from_folder(bundled_model_folder()))
-    reader.served = {"m": ServedModelName("m", max_model_len=8)}
+    reader = RequestParser(Tokenizer.from_folder(bundled_intent_model_folder()))
+    reader.served = {"m": ResolvedModelName("m", max_model_len=8)}
     for prompt in ([5] * 100, [[5] * 100, [6]]):
         assert list(read({"prompt": prompt, "model": "m"}, reader=reader).request.prompt.token_ids) == [5] * 8
     fits = read({"prompt": "hello " * 20, "model": "m"}, reader=reader).request.prompt
     long = read({"prompt": "hello " * 200, "model": "m"}, reader=reader).request.prompt
     assert fits.exact and fits.num_tokens == 8
     assert not long.exact and long.num_tokens == 8 * 64 // 4
-    reader.served = {"m": ServedModelName("m")}
+    reader.served = {"m": ResolvedModelName("m")}
     assert read({"prompt": "hello " * 200, "model": "m"}, reader=reader).request.prompt.exact
 
 
 def test_a_body_of_more_numbers_than_fit_any_context_is_forwarded_unparsed() -> None:
     reader = RequestParser()
-    reader.served = {"m": ServedModelName("m", max_model_len=8)}
+    reader.served = {"m": ResolvedModelName("m", max_model_len=8)}
     for extra in ({}, {"model": "m"}):
         reader.default_model = "m"
         body = json.dumps({"prompt": [5] * 200_000, "stream": True, "user": "me", **extra}).encode()
-        reading = reader.read(COMPLETIONS, body, RequestSender())
+        reading = reader.read(COMPLETIONS, body, SenderRoutingInfo())
         assert reading.request.prompt.num_tokens == 0 and reading.stream and reading.request.session == "me"
         assert json.loads(reading.body)["prompt"] == [5] * 200_000
-    reader.served = {"m": ServedModelName("m")}
-    assert reader.read(COMPLETIONS, body, RequestSender()).request.prompt.num_tokens == 200_000
+    reader.served = {"m": ResolvedModelName("m")}
+    assert reader.read(COMPLETIONS, body, SenderRoutingInfo()).request.prompt.num_tokens == 200_000
 
 
 def test_the_longest_context_of_a_models_replicas_counts_if_all_report_it() -> None:
@@ -240,17 +240,17 @@ def test_the_longest_context_of_a_models_replicas_counts_if_all_report_it() -> N
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
 def test_requests_that_use_no_cache_are_not_parsed_beyond_their_model(path: str) -> None:
-    reader = RequestParser(Tokenizer.from_folder(bundled_model_folder()))
+    reader = RequestParser(Tokenizer.from_folder(bundled_intent_model_folder()))
     body = json.dumps({"prompt": "a " * 1000, "tokens": [5] * 1000, "model": "m"}).encode()
-    reading = reader.read(path, body, RequestSender(b"t", is_salted=True))
+    reading = reader.read(path, body, SenderRoutingInfo(b"t", is_salted=True))
     assert reading.request.model == "m" and reading.request.prompt.num_tokens == 0 and reading.body == body
     for invalid in (b"", b"{", b"[1]", b'{"model": 5}', b"\xff", b"[" * 100_000):
-        assert reader.read(path, invalid, RequestSender()).request.model == ""
+        assert reader.read(path, invalid, SenderRoutingInfo()).request.model == ""
 
 
 def test_an_answers_length_is_the_requests_else_the_replicas_default() -> None:
     reader = RequestParser()
-    reader.served = {"m": ServedModelName("m", default_max_tokens=40)}
+    reader.served = {"m": ResolvedModelName("m", default_max_tokens=40)}
     prompt = {"prompt": [1], "model": "m"}
     nulls = {"max_tokens": None, "max_completion_tokens": None}
     found = [read({**prompt, **more}, reader=reader).request.max_tokens for more in ({}, nulls, {"max_tokens": 3})]
@@ -259,7 +259,7 @@ def test_an_answers_length_is_the_requests_else_the_replicas_default() -> None:
     assert read({"prompt": [1], "model": "other"}, reader=reader).request.max_tokens == 0
     reader.default_model = "m"
     assert read({"prompt": [1]}, reader=reader).request.max_tokens == 40
-    reader.served = {"m": ServedModelName("m", max_model_len=50)}
+    reader.served = {"m": ResolvedModelName("m", max_model_len=50)}
     assert read({**prompt, "max_tokens": 60}, reader=reader).request.max_tokens == 50  # /v1/messages accepts that
 
 
@@ -355,7 +355,7 @@ def test_a_reader_that_takes_sessions_for_domains_is_found() -> None:
     class Isolating(RequestParser):
         """A planted bug."""
 
-        def read(self, path: str, body: bytes, sender: RequestSender) -> ParsedRequest:
+        def read(self, path: str, body: bytes, sender: SenderRoutingInfo) -> ParsedRequest:
             return super().read(path, body, replace(sender, domain=(sender.session or "").encode()))
 
     with pytest.raises(AssertionError):
@@ -439,7 +439,7 @@ def test_an_image_again_is_the_same_prompt_and_another_is_one_from_there_on(
 
 def test_images_at_replicas_that_read_none_are_counted_as_they_count_them(tokenizer: Tokenizer) -> None:
     reader = RequestParser(tokenizer)
-    reader.served = {"m": ServedModelName("m", reads_parts=False)}
+    reader.served = {"m": ResolvedModelName("m", reads_parts=False)}
     routed = read({**with_image(CHAT, IMAGE), "model": "m"}, CHAT, reader).request
     bounds = RequestBounds(10**6, 4096, content_forms=tokenizer.content_forms)
     _, requests = build_chat_requests(

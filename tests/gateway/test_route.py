@@ -182,13 +182,13 @@ def test_no_replica_given_is_a_mistake_of_the_options() -> None:
 def test_a_router_tokenizes_without_threads_of_the_library(tmp_path: Path) -> None:
     code = """
 import os
-from headstart.bundled import bundled_model_folder
+from headstart.bundled import bundled_intent_model_folder
 from headstart.config.options import RouterOptions, ServerOptions
 from headstart.gateway.run_gateway import run_router
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 assert run_router(RouterOptions(), ServerOptions()) == 2  # it has no replicas
 before = len(os.listdir("/proc/self/task"))
-Tokenizer.from_folder(bundled_model_folder()).encode("the quick brown fox " * 1000)
+Tokenizer.from_folder(bundled_intent_model_folder()).encode("the quick brown fox " * 1000)
 assert len(os.listdir("/proc/self/task")) == before
 """
     environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headstart.gateway.proxy.request_reader import conversation_text
 from headstart.gateway.recent_routings import RecentRoutings, RoutedRequest
-from headstart.gateway.routing_explanation import Json, explain, explain_prompt
+from headstart.gateway.routing_explanation import Json, explain, explain_unsent_prompt
 from headstart.http.http_errors import HttpError
 from headstart.reuse.causes import KINDS, classify_difference, message_index_at, split_into_messages
 
@@ -237,7 +237,7 @@ def test_a_prompt_that_is_not_sent_is_explained_by_what_the_router_believes() ->
     recent.add(seen("one", PROMPT))
     recent.record_usage("one", 0, at=1.0)
     asked = seen("asked", PROMPT, 2.0, predicted_tokens=112)
-    answer = explain_prompt(recent, asked)
+    answer = explain_unsent_prompt(recent, asked)
     assert answer["request_id"] is None and answer["reason"] == "complete" and len(recent) == 1
     assert answer["message"].startswith("112 of about 122 prompt tokens would be cached at http://one")
 

@@ -186,7 +186,7 @@ def test_a_stream_that_has_begun_is_left_to_its_replica(early: None) -> None:
         async with front(replica, other, **OPTIONS) as router, asyncio.timeout(SECONDS):
             await router.up(2)
             asked = ask_many(router, 2, max_tokens=3)
-            await until(lambda: router.state.num_pending == 0)
+            await until(lambda: router.state.num_awaiting_first_token == 0)
             replica.health = SILENT
             member = router.state.members.members[replica.url]
             await until(lambda: member.num_unready > 5)

@@ -9,10 +9,10 @@ from headstart.http.logs import ServerLog
 def tell(progress: StartupProgress) -> None:
     """The life of three replicas: the first alone, one that ends, one that is ready."""
     with progress:
-        progress.record_started("r0")
+        progress.record_process_started("r0")
         progress.record_outcome("r0", is_ready=True)
-        progress.record_started("r1")
-        progress.record_started("r2")
+        progress.record_process_started("r1")
+        progress.record_process_started("r2")
         progress.record_outcome("r2", is_ready=False)
         progress.record_outcome("r1", is_ready=True)
 
@@ -49,5 +49,5 @@ def test_of_many_replicas_the_first_are_named() -> None:
     stream = io.StringIO()
     with StartupProgress([f"r{n}" for n in range(30)], ServerLog(stream, is_terminal=True)) as progress:
         for number in range(30):
-            progress.record_started(f"r{number}")
+            progress.record_process_started(f"r{number}")
     assert "starting replicas: 0 of 30 ready, loading r0, r1, r2, r3, r4, r5, ...\r" in stream.getvalue()

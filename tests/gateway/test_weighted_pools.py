@@ -21,7 +21,7 @@ from gateway.envoy_harness import envoy_binary, unused_port
 from gateway.harness import Replica, front, run, two
 from server.harness import PATIENCE, until, wait_for
 
-from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
+from headstart.gateway.picker.endpoint_addresses import ReplicaIpAddresses
 from headstart.gateway.picker.envoy_config import TYPE
 from headstart.gateway.picker.ext_proc_messages import DESTINATION, LB, SERVED
 from headstart.gateway.picker.picker_fronts import PickerServer
@@ -138,7 +138,7 @@ def test_two_weighted_pools_each_with_its_own_picker(tmp_path: Path) -> None:
             routers, pickers, ports = {}, {}, {}
             for name, fleet in fleets.items():
                 routers[name] = await stack.enter_async_context(front(*fleet))
-                addresses = EndpointAddresses()
+                addresses = ReplicaIpAddresses()
                 addresses.on_replicas_changed([replica.address for replica in fleet])
                 pickers[name] = PickerServer(routers[name].state, addresses)
                 ports[name] = await pickers[name].start("127.0.0.1:0")

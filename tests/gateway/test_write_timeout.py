@@ -8,8 +8,8 @@ import pytest
 from gateway.harness import Replica, front
 
 from headstart.gateway.proxy import proxy
-from headstart.gateway.proxy.proxy import ProxiedCall, WriteTimeout
-from headstart.gateway.proxy.request_reader import RequestSender
+from headstart.gateway.proxy.proxy import ProxiedCall, SendWithTimeout
+from headstart.gateway.proxy.request_reader import SenderRoutingInfo
 from headstart.http.http_errors import ClientGoneError
 
 SECONDS = 0.05
@@ -39,7 +39,7 @@ def here() -> "asyncio.Task[Any]":
 
 def test_who_takes_nothing_is_given_up() -> None:
     async def go() -> None:
-        patient = WriteTimeout(Client().send, here(), SECONDS)
+        patient = SendWithTimeout(Client().send, here(), SECONDS)
         with pytest.raises(asyncio.CancelledError):
             await patient({"type": "http.response.body"})
         here().uncancel()
@@ -52,7 +52,7 @@ def test_time_counts_only_while_something_is_being_sent() -> None:
     async def go() -> None:
         client = Client()
         client.gate.set()
-        patient = WriteTimeout(client.send, here(), SECONDS)
+        patient = SendWithTimeout(client.send, here(), SECONDS)
         for number in range(3):
             await patient({"number": number})
             await asyncio.sleep(SECONDS)  # the client delays no message
@@ -65,7 +65,7 @@ def test_time_counts_only_while_something_is_being_sent() -> None:
 def test_nothing_happens_after_it_was_closed() -> None:
     async def go() -> None:
         client = Client()
-        patient = WriteTimeout(client.send, here(), SECONDS)
+        patient = SendWithTimeout(client.send, here(), SECONDS)
         sending = asyncio.ensure_future(patient({"number": 1}))
         await asyncio.sleep(0)
         patient.close()
@@ -88,7 +88,7 @@ def test_a_stream_whose_client_takes_nothing_ends_and_is_no_fault_of_the_replica
         replica.gate.clear()  # the rest of the answer is still to come
         async with front(replica) as router:
             body = b'{"prompt": [1, 2, 3], "max_tokens": 3, "stream": true}'
-            reading = router.state.reader.read("/v1/completions", body, RequestSender())
+            reading = router.state.reader.read("/v1/completions", body, SenderRoutingInfo())
             call = ProxiedCall(
                 "/v1/completions", [(b"content-type", b"application/json")], "127.0.0.1", reading, "req-1"
             )
@@ -96,6 +96,6 @@ def test_a_stream_whose_client_takes_nothing_ends_and_is_no_fault_of_the_replica
             with pytest.raises(ClientGoneError):
                 await router.state.proxy.serve(call, {}, receive, Client().send)
             assert call.outcome == "gone" and router.state.proxy.budget.num_active == 0
-            assert router.state.proxy.num_pending == 0 and call.failures == []
+            assert router.state.proxy.num_awaiting_first_token == 0 and call.failures == []
 
     run(go())

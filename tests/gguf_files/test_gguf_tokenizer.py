@@ -14,7 +14,7 @@ from transformers import Qwen2Tokenizer
 from transformers.tokenization_utils_base import generate_merges
 
 from headstart.core.errors import ConfigError
-from headstart.gguf.tokenizer_json import PRE_TOKENIZERS, model_tokenizer_json
+from headstart.gguf.tokenizer_json import PRE_TOKENIZERS, read_tokenizer_json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 TEXTS = [
@@ -177,6 +177,6 @@ def test_metadata_that_make_no_tokenizer_are_refused(
 
 
 def test_the_document_of_a_folder_is_its_file(tmp_path: Path) -> None:
-    assert model_tokenizer_json(tmp_path) is None
+    assert read_tokenizer_json(tmp_path) is None
     tokenizer_folders.write(tmp_path, BYTE_LEVEL)
-    assert model_tokenizer_json(tmp_path) == (tmp_path / "tokenizer.json").read_text(encoding="utf-8")
+    assert read_tokenizer_json(tmp_path) == (tmp_path / "tokenizer.json").read_text(encoding="utf-8")

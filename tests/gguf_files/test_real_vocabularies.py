@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 from real.smollm2 import UnreachableError, pip
 
-from headstart.gguf.tokenizer_json import model_tokenizer_json
+from headstart.gguf.tokenizer_json import read_tokenizer_json
 
 PACKAGE, VERSION = "llama_cpp_python", "0.3.36"
 NAMES = ("gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2", "refact", "starcoder")
@@ -55,7 +55,7 @@ def _download(folder: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_those_of_the_original_tokenizer(name: str, vocabularies: Path) -> None:
     path = vocabularies / f"ggml-vocab-{name}.gguf"
-    document = model_tokenizer_json(path)
+    document = read_tokenizer_json(path)
     assert document is not None
     ours = tokenizers.Tokenizer.from_str(document)
     texts = path.with_name(f"{path.name}.inp").read_text(encoding="utf-8").split(SEPARATOR)

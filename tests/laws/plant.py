@@ -19,7 +19,7 @@ from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.cache.kv_cache import KVCache, PrefixHit
 from headstart.core.cache.transfers import StoreTransfers
-from headstart.core.cache.trust import CorruptionPolicy
+from headstart.core.cache.trust import SuspectBlockHandler
 from headstart.core.request import CacheMode, SequenceStatus
 from headstart.core.sched import admission as room
 from headstart.core.sched import plan, scheduler
@@ -28,7 +28,7 @@ from headstart.core.sched.in_flight import StepsInFlight
 from headstart.core.sched.plan import StepPlan
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.token_accounting import TokenAccounting
-from headstart.core.sched.waiting_queue import WaitingQueue
+from headstart.core.sched.waiting_queue import TenantWaitingQueue
 
 
 def double_free() -> None:
@@ -43,7 +43,7 @@ def double_free() -> None:
 
 
 def early_publish() -> None:
-    extend = KVCache.extend_table
+    extend = KVCache.adopt_hit_and_extend_table
 
     def planted(self: KVCache, seq: Any, hit: PrefixHit, num_tokens: int, **options: bool) -> bool:
         done = extend(self, seq, hit, num_tokens, **options)
@@ -53,7 +53,7 @@ def early_publish() -> None:
             seq.num_computed_tokens = computed
         return done
 
-    KVCache.extend_table = planted  # type: ignore[method-assign]
+    KVCache.adopt_hit_and_extend_table = planted  # type: ignore[method-assign]
 
 
 def off_by_one_hit() -> None:
@@ -90,7 +90,7 @@ def unchained_hash() -> None:
 
 def idle_hits_counted_as_free() -> None:
     KVCache.num_available_after_hit = lambda self, seq, hit, last_resort=False: (  # type: ignore[method-assign]
-        self.pool.num_available_to_tenant((), seq.request.tenant, last_resort=last_resort)
+        self.pool.num_available_after_acquire((), seq.request.tenant, last_resort=last_resort)
     )
 
 
@@ -133,7 +133,7 @@ def lost_on_abort() -> None:
 
 
 def missing_unpin() -> None:
-    BlockPool.unpin = lambda self, names: None  # type: ignore[method-assign]
+    BlockPool.unpin_hashes = lambda self, names: None  # type: ignore[method-assign]
 
 
 def pinned_blocks_are_evicted() -> None:
@@ -159,7 +159,7 @@ def promises_of_what_is_not_published() -> None:
 
 
 def adoption_keeps_the_partial_block() -> None:
-    extend = KVCache.extend_table
+    extend = KVCache.adopt_hit_and_extend_table
 
     def planted(self: KVCache, seq: Any, hit: PrefixHit, num_tokens: int, **options: bool) -> bool:
         if hit.block_ids and seq.block_ids[hit.start_block :]:
@@ -167,29 +167,29 @@ def adoption_keeps_the_partial_block() -> None:
             seq.block_ids = seq.block_ids[: hit.start_block]
         return extend(self, seq, hit, num_tokens, **options)
 
-    KVCache.extend_table = planted  # type: ignore[method-assign]
+    KVCache.adopt_hit_and_extend_table = planted  # type: ignore[method-assign]
 
 
 def the_oldest_has_no_turn() -> None:
-    following = WaitingQueue.next_group
+    following = TenantWaitingQueue.next_group
 
-    def planted(self: WaitingQueue) -> Any:
+    def planted(self: TenantWaitingQueue) -> Any:
         self._num_admissions = 1
         return following(self)
 
-    WaitingQueue.next_group = planted  # type: ignore[method-assign]
+    TenantWaitingQueue.next_group = planted  # type: ignore[method-assign]
 
 
 def the_queue_misses_what_is_published() -> None:
-    WaitingQueue.refresh_groups = lambda self: None  # type: ignore[method-assign]
+    TenantWaitingQueue.regroup_after_publish = lambda self: None  # type: ignore[method-assign]
 
 
 def domains_do_not_count_behind_a_public_prefix() -> None:
-    kv_cache.private_root_hash = lambda parent, domain: parent  # type: ignore[assignment]
+    kv_cache.private_parent_hash_for_domain = lambda parent, domain: parent  # type: ignore[assignment]
 
 
 def no_room_to_grow() -> None:
-    AdmissionControl.reserved_blocks = lambda self, seq: 0  # type: ignore[method-assign]
+    AdmissionControl.blocks_reserved_for_sequence = lambda self, seq: 0  # type: ignore[method-assign]
 
 
 def preemptions_without_a_bound() -> None:
@@ -198,8 +198,8 @@ def preemptions_without_a_bound() -> None:
 
 
 def floors_are_not_kept() -> None:
-    available = BlockPool.num_available_to_tenant
-    BlockPool.num_available_to_tenant = lambda self, blocks, tenant="", *, last_resort=False: (  # type: ignore[method-assign]
+    available = BlockPool.num_available_after_acquire
+    BlockPool.num_available_after_acquire = lambda self, blocks, tenant="", *, last_resort=False: (  # type: ignore[method-assign]
         available(self, blocks, tenant, last_resort=True)
     )
 
@@ -225,10 +225,10 @@ def loaded_blocks_are_cleared() -> None:
 
     def planted(self: StoreTransfers, load: Any, loaded: Any, executor: Any, now: float) -> None:
         dirty: list[int] = []
-        take = self._pool.take_blocks_to_zero
-        self._pool.take_blocks_to_zero = lambda: dirty.extend(take()) or []  # type: ignore[method-assign, func-returns-value]
+        take = self._pool.drain_blocks_to_zero
+        self._pool.drain_blocks_to_zero = lambda: dirty.extend(take()) or []  # type: ignore[method-assign, func-returns-value]
         take_in(self, load, loaded, executor, now)
-        del self._pool.take_blocks_to_zero
+        del self._pool.drain_blocks_to_zero
         executor.zero_blocks(dirty)
 
     StoreTransfers._take_in = planted  # type: ignore[method-assign]
@@ -243,7 +243,7 @@ def promises_of_a_failed_load_stay() -> None:
 
 
 def a_met_load_outlives_its_sequence() -> None:
-    StoreTransfers.on_sequence_left = lambda self, seq: None  # type: ignore[method-assign]
+    StoreTransfers.announce_last_checkpoint = lambda self, seq: None  # type: ignore[method-assign]
 
 
 def blocks_are_published_before_those_in_front_of_them() -> None:
@@ -257,7 +257,7 @@ def blocks_are_published_before_those_in_front_of_them() -> None:
 
 
 def what_has_arrived_is_computed_too() -> None:
-    StoreTransfers.max_chunk_len = lambda self, seq, start, num: num  # type: ignore[method-assign]
+    StoreTransfers.chunk_len_within_budget = lambda self, seq, start, num: num  # type: ignore[method-assign]
 
 
 def what_a_failed_row_used_is_loaded_again() -> None:
@@ -265,11 +265,11 @@ def what_a_failed_row_used_is_loaded_again() -> None:
 
 
 def shared_blocks_of_a_failed_row_are_given_up() -> None:
-    CorruptionPolicy._shared = lambda self, seq: set()  # type: ignore[method-assign]
+    SuspectBlockHandler._shared = lambda self, seq: set()  # type: ignore[method-assign]
 
 
 def corrupt_shared_blocks_stay() -> None:
-    CorruptionPolicy._is_there = lambda self, suspect: False  # type: ignore[method-assign]
+    SuspectBlockHandler._is_there = lambda self, suspect: False  # type: ignore[method-assign]
 
 
 def the_second_run_reads_the_cache() -> None:
@@ -297,8 +297,8 @@ def tables_in_flight_are_released_at_once() -> None:
 
 
 def blocks_ahead_of_a_failed_row_stay() -> None:
-    settle = StepsInFlight.settle_published
-    StepsInFlight.settle_published = lambda self, step, rows: (  # type: ignore[method-assign]
+    settle = StepsInFlight.confirm_or_withdraw_published
+    StepsInFlight.confirm_or_withdraw_published = lambda self, step, rows: (  # type: ignore[method-assign]
         settle(self, step, [row._replace(error=None) for row in rows])
     )
 

@@ -95,7 +95,7 @@ def test_what_read_the_blocks_of_a_failed_row_is_computed_again(fails: str) -> N
     assert [chunk.start for chunk in chunks_of(engine, "follower")][:2] == [8, 0]
     breakdown = outputs[0].breakdown
     assert breakdown is not None and breakdown.computed == 9 and breakdown.num_cached == 0
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.usable_capacity
 
 
 def test_a_block_freed_while_a_step_names_it_is_reused_after_the_step() -> None:
@@ -104,7 +104,7 @@ def test_a_block_freed_while_a_step_names_it_is_reused_after_the_step() -> None:
     engine.step()
     engine.step()
     assert engine.abort("a") and not engine.abort("a")
-    held = engine.scheduler.pool.num_usable - engine.scheduler.pool.num_free
+    held = engine.scheduler.pool.usable_capacity - engine.scheduler.pool.num_free
     assert held == 6 and engine.has_work, "the step in flight names six blocks"
     engine.add_request(make_request("b", range(40, 60), 8))
     assert engine.step() == []
@@ -139,7 +139,7 @@ def test_the_cache_can_be_reset_when_only_aborted_requests_are_in_flight() -> No
     engine.abort("a")
     assert engine.reset_prefix_cache()
     pool = engine.scheduler.pool
-    assert (pool.num_published, pool.num_free, engine.has_work) == (0, pool.num_usable, False)
+    assert (pool.num_published, pool.num_free, engine.has_work) == (0, pool.usable_capacity, False)
 
 
 def test_aborted_rows_that_are_not_finite_leave_no_block_that_is_not_cleared() -> None:
@@ -308,7 +308,7 @@ class Session:
             self.step(1e6 + step)
         assert not self.engine.has_work and not self.live, f"{self.live} never end"
         pool = self.engine.scheduler.pool
-        assert pool.num_free + pool.num_pinned_idle == pool.num_usable, "blocks are held although nothing runs"
+        assert pool.num_free + pool.num_pinned_idle == pool.usable_capacity, "blocks are held although nothing runs"
         for request_id, request in self.requests.items():
             due = expected_tokens(request.prompt, *_limits(request, self.engine.scheduler.limits.max_model_len))
             got = self.tokens[request_id]

@@ -120,7 +120,7 @@ class SchedulerLaws(RuleBasedStateMachine):
     @rule(prompt=prompts(), max_tokens=st.integers(1, 8), mode=st.sampled_from(CacheMode), urgent=st.integers(0, 2),
           tenant=st.sampled_from(["", "a", "b"]), hint=st.sampled_from([0, 50, 90]))  # fmt: skip
     def add(self, prompt: list[int], max_tokens: int, mode: CacheMode, urgent: int, tenant: str, hint: int) -> None:
-        if -(-(len(prompt) + max_tokens - 1) // BLOCK) > self.engine.scheduler.pool.num_usable or self.count > 60:
+        if -(-(len(prompt) + max_tokens - 1) // BLOCK) > self.engine.scheduler.pool.usable_capacity or self.count > 60:
             return
         self.count += 1
         request = make_request(
@@ -160,7 +160,7 @@ class SchedulerLaws(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        held = self.engine.scheduler.pool.num_free < self.engine.scheduler.pool.num_usable
+        held = self.engine.scheduler.pool.num_free < self.engine.scheduler.pool.usable_capacity
         assert self.engine.reset_prefix_cache() is not held
 
     @rule()
@@ -184,7 +184,7 @@ class SchedulerLaws(RuleBasedStateMachine):
             check_step(self.engine, self.tokens, self.done, self.poisoned, self.books)
         assert not self.engine.has_work, "a request never finishes"
         pool = self.engine.scheduler.pool
-        assert pool.num_free == pool.num_usable, "blocks are held although nothing runs"
+        assert pool.num_free == pool.usable_capacity, "blocks are held although nothing runs"
         for request_id, request in self.requests.items():  # law 10 on paper: reuse changes no output
             if request_id not in self.poisoned:
                 due = expected_tokens(request.prompt, request.sampling.max_tokens)
@@ -248,7 +248,7 @@ def check_batch(engine: Engine, batch: Batch, computed: dict[str, int]) -> None:
 def check_laws(engine: Engine) -> None:
     """Laws 1, 2, 3 and 8 on the state between two steps; law 2 is about blocks that are not corrupted."""
     scheduler = engine.scheduler
-    scheduler.waiting.refresh_groups()
+    scheduler.waiting.regroup_after_publish()
     scheduler.pool.check_invariants()  # law 8
     executor = engine.executor
     assert isinstance(executor, CheckingExecutor)
@@ -273,7 +273,7 @@ def check_laws(engine: Engine) -> None:
         assert not seq.block_ids and seq.num_computed_tokens == 0
         hit = scheduler.cache.match_prefix(seq)
         assert hit.num_tokens < len(seq.token_ids)  # law 3
-        assert scheduler.waiting.num_published_blocks(seq) >= len(hit.block_ids), "the queue knows less than there is"
+        assert scheduler.waiting.max_published_blocks(seq) >= len(hit.block_ids), "the queue knows less than there is"
         for index, block in enumerate(hit.block_ids):  # laws 2 and 3: contiguous, full, computed, the right tokens
             held = executor.slots[block * BLOCK : (block + 1) * BLOCK]
             due = seq.token_ids[index * BLOCK : (index + 1) * BLOCK]

@@ -3,7 +3,7 @@
 import pytest
 from checking import executor_of, expected_tokens, generate, make_engine, make_request, run
 
-from headstart.bench.rotations import CacheUnawareScheduler
+from headstart.bench.rotations import CacheUnawareAccountingScheduler
 from headstart.core.batch import Chunk
 from headstart.core.errors import ConfigError, RequestTooLargeError
 from headstart.core.request import CacheMode, FinishReason
@@ -93,7 +93,7 @@ def test_law_4_extend_takes_all_or_nothing() -> None:
     hit = scheduler.cache.match_prefix(seq)
     free = scheduler.pool.num_free
     assert len(hit.block_ids) == 2
-    assert not scheduler.cache.extend_table(seq, hit, 100)
+    assert not scheduler.cache.adopt_hit_and_extend_table(seq, hit, 100)
     assert (scheduler.pool.num_free, len(seq.block_ids), scheduler.pool.num_idle_among(hit.block_ids)) == (free, 0, 2)
 
 
@@ -162,7 +162,7 @@ def test_law_8_nothing_is_referenced_when_idle_whatever_ended_the_requests() -> 
     assert engine.abort("gone") and engine.abort("waiting") and not engine.abort("gone")
     run(engine)
     pool = engine.scheduler.pool
-    assert pool.num_free == pool.num_usable and not engine.has_work
+    assert pool.num_free == pool.usable_capacity and not engine.has_work
 
 
 def test_law_9_a_missing_row_is_noticed() -> None:
@@ -238,7 +238,7 @@ def test_generated_tokens_are_reused_by_the_next_turn() -> None:
 
 def test_source_001_unaware_accounting_admits_few_and_aware_accounting_all() -> None:
     admitted = []
-    for scheduler_class in (CacheUnawareScheduler, Scheduler):
+    for scheduler_class in (CacheUnawareAccountingScheduler, Scheduler):
         engine = make_engine(
             num_blocks=60, scheduler_class=scheduler_class, max_batched_tokens=32, max_seqs=8, max_model_len=32
         )

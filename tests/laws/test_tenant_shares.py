@@ -18,7 +18,7 @@ from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.step_time import LEAST_TOKENS, MaxStepTime, StepTimes
-from headstart.core.sched.tenant_shares import StepDemand, TenantShares
+from headstart.core.sched.tenant_shares import TenantShares, TenantStepDemand
 from headstart.core.warm_up import measure_step_times
 from headstart.workload.request_record import percentile
 from headstart_lab.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor
@@ -247,7 +247,7 @@ def test_a_tenant_beside_decodes_is_never_ahead_of_its_time_by_more_than_the_lea
 ) -> None:
     shares, alone, taken = shares_of(decode, token, "one", "hog"), 0.0, 0.0
     for num_decodes, num_prompt_tokens, *hog in steps:
-        demands = {"one": StepDemand(num_decodes, num_prompt_tokens), "hog": StepDemand(*hog)}
+        demands = {"one": TenantStepDemand(num_decodes, num_prompt_tokens), "hog": TenantStepDemand(*hog)}
         found = shares.step_shares(demands, 2)
         assert found["one"].num_prompt_tokens or not num_prompt_tokens or "one" in shares._owed
         alone += decode + token * num_prompt_tokens
@@ -257,15 +257,22 @@ def test_a_tenant_beside_decodes_is_never_ahead_of_its_time_by_more_than_the_lea
 
 def test_a_prompt_beside_rows_that_take_as_long_as_a_step_each_goes_on() -> None:
     shares = shares_of(0.01, 0.001, "one", "two", two_decodes=0.05)
-    steps = [shares.step_shares({"one": StepDemand(1, 300), "two": StepDemand(1, 0)}, 1)["one"] for _ in range(40)]
+    steps = [
+        shares.step_shares({"one": TenantStepDemand(1, 300), "two": TenantStepDemand(1, 0)}, 1)["one"]
+        for _ in range(40)
+    ]
     assert sum(share.num_prompt_tokens for share in steps) >= 10 * LEAST_TOKENS
 
 
 def test_tenants_that_all_owe_time_get_a_step_nevertheless() -> None:
     shares = shares_of(0.001, 0.1, "one", "two")
-    assert shares.step_shares({"one": StepDemand(1, 0), "two": StepDemand(0, 300)}, 1)["two"].num_prompt_tokens
-    assert shares.step_shares({"one": StepDemand(0, 300), "two": StepDemand(1, 0)}, 1)["one"].num_prompt_tokens
-    found = shares.step_shares({"one": StepDemand(0, 2), "two": StepDemand(0, 1)}, 2)
+    assert shares.step_shares({"one": TenantStepDemand(1, 0), "two": TenantStepDemand(0, 300)}, 1)[
+        "two"
+    ].num_prompt_tokens
+    assert shares.step_shares({"one": TenantStepDemand(0, 300), "two": TenantStepDemand(1, 0)}, 1)[
+        "one"
+    ].num_prompt_tokens
+    found = shares.step_shares({"one": TenantStepDemand(0, 2), "two": TenantStepDemand(0, 1)}, 2)
     assert found["one"].num_prompt_tokens or found["two"].num_prompt_tokens
 
 

@@ -143,7 +143,7 @@ def schedule_of_b(seed: int, shift: int, policy: str, eviction_policy: str) -> t
                 if chunk.request_id.startswith("b"):
                     seen.append((step, chunk.request_id, chunk.start, len(chunk.token_ids), chunk.write_from))
         engine.scheduler.pool.check_invariants()
-    return seen, engine.scheduler.pool.num_evictions
+    return seen, engine.scheduler.pool.num_capacity_evictions
 
 
 @EVICTION

@@ -10,7 +10,7 @@ from headstart.measurement.report import (
     ReportTable,
     check_plot,
     draw_charts,
-    print_report,
+    print_and_plot_report,
 )
 
 
@@ -21,7 +21,7 @@ def make_report(**changes: object) -> BenchmarkReport:
 
 def test_last_line_of_stdout_is_the_json_document(capsys: pytest.CaptureFixture[str]) -> None:
     report = make_report(sheets=[ReportTable("a table", ("name", "value"), (("x", 1234.5), ("y", None)))])
-    assert print_report(report, spin_count="1000") == 0
+    assert print_and_plot_report(report, spin_count="1000") == 0
     out, err = capsys.readouterr()
     document = json.loads(out.splitlines()[-1])
     assert len(out.splitlines()) == 1
@@ -32,12 +32,12 @@ def test_last_line_of_stdout_is_the_json_document(capsys: pytest.CaptureFixture[
 
 
 def test_what_json_cannot_say_becomes_null(capsys: pytest.CaptureFixture[str]) -> None:
-    print_report(make_report(), spin_count=None)
+    print_and_plot_report(make_report(), spin_count=None)
     assert json.loads(capsys.readouterr().out)["odd"] is None
 
 
 def test_an_invalid_run_still_prints_everything_and_exits_with_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert print_report(make_report(problems=["outputs [differ]"]), spin_count=None) == 1
+    assert print_and_plot_report(make_report(problems=["outputs [differ]"]), spin_count=None) == 1
     out, err = capsys.readouterr()
     assert "INVALID: outputs [differ]" in err
     assert json.loads(out)["valid"] is False and json.loads(out)["problems"] == ["outputs [differ]"]

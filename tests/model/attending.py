@@ -11,7 +11,7 @@ from torch import Tensor
 from headstart.model.attention.base import BackendFactory
 from headstart.model.attention.cpu import CPUAttention
 from headstart.model.attention.reference import ReferenceAttention
-from headstart.model.kv_writes import ChunkRanges, plan_kv_writes
+from headstart.model.kv_writes import StepChunkArrays, plan_kv_writes
 from headstart.model.paged_kv import TokenKVShape
 from headstart.model.step_inputs import StepInputs
 
@@ -73,7 +73,7 @@ class Pools:
             token_ids=torch.zeros(len(positions), dtype=torch.int64),
             positions=torch.from_numpy(positions),
             writes=plan_kv_writes(
-                ChunkRanges(qo_indptr, first, from_, kv_indptr, kv_indices), positions, self.block_size, CPU
+                StepChunkArrays(qo_indptr, first, from_, kv_indptr, kv_indices), positions, self.block_size, CPU
             ),
             qo_indptr=qo_indptr,
             starts=first,
@@ -86,9 +86,9 @@ class Pools:
         for index, end in enumerate(ends):
             if end:
                 only = Pools.step(self._only(index), [0], [end])
-                self.reference.kv.write(1, self.keys[index][:end], self.values[index][:end], only.writes)
+                self.reference.kv.write_layer(1, self.keys[index][:end], self.values[index][:end], only.writes)
                 if isinstance(self.own, CPUAttention):
-                    self.own.kv.write(1, self.keys[index][:end], self.values[index][:end], only.writes)
+                    self.own.kv.write_layer(1, self.keys[index][:end], self.values[index][:end], only.writes)
                     continue
                 for number in range(-(-end // self.block_size)):  # what lies behind the last token stays as it is
                     self._copy(self.tables[index][number], min(self.block_size, end - number * self.block_size))
@@ -125,7 +125,7 @@ class Pools:
         step = self.step(starts, self.lengths)
         q, k, v = self.rows(starts, self.lengths)
         due = self.reference.begin_step(step)(1, q, k, v, scale=scale, window=window, softcap=cap, sinks=sinks)
-        own = self.own.begin(step)
+        own = self.own.begin_step(step)
         return due, own(1, q, k, v, scale=scale, window=window, softcap=cap, sinks=sinks), own
 
 

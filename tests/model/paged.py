@@ -15,7 +15,7 @@ from headstart.core.batch import Batch, Chunk
 from headstart.core.request import GREEDY, SamplingParams
 from headstart.model.kv_writes import KVWrites
 from headstart.model.model_runner import ModelRunner
-from headstart.model.step_inputs import StepInputRanges, build_step_inputs
+from headstart.model.step_inputs import StepInputBounds, build_step_inputs
 from headstart.model.weights.model_loader import LoadedModel, load_model
 
 
@@ -47,13 +47,13 @@ def chunk(
 def all_logits(runner: ModelRunner, *chunks: Chunk) -> list[Tensor]:
     """Logits [n, vocab] in fp32 of every position of every chunk, computed as one step."""
     loaded = runner.loaded
-    bounds = StepInputRanges(runner.num_blocks, runner.block_size, loaded.vocab_size, loaded.max_model_len)
+    bounds = StepInputBounds(runner.num_blocks, runner.block_size, loaded.vocab_size, loaded.max_model_len)
     with torch.inference_mode():
         step, _, errors = build_step_inputs(Batch(chunks), bounds, loaded.device)
         assert step is not None and not errors, errors
         if runner.states is not None:
-            step = replace(step, states=runner.states.begin(chunks, step.qo_indptr))
-        logits = loaded.model.logits(loaded.model.forward(step, runner.attention.begin_step(step))).float()
+            step = replace(step, states=runner.states.begin_step(chunks, step.qo_indptr))
+        logits = loaded.model.logits_from_hidden(loaded.model.forward(step, runner.attention.begin_step(step))).float()
     return list(logits.split([len(c.token_ids) for c in chunks]))
 
 

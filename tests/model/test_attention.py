@@ -83,7 +83,7 @@ class Pool:
         """Fills the KV before `starts`, then computes the rest of every sequence in one step."""
         for index, start in enumerate(starts):
             writes = token_writes(self.slots(index, 0, start))
-            self.backend.kv.write(1, self.k[index][:start], self.v[index][:start], writes)
+            self.backend.kv.write_layer(1, self.k[index][:start], self.v[index][:start], writes)
         spans = list(zip(range(len(starts)), starts, self.lengths, strict=True))
         lengths = [end - start for _, start, end in spans]
         step = StepInputs(

@@ -12,24 +12,24 @@ from hypothesis import strategies as st
 from headstart.core.cache.hashing import extend_block_hashes, hash_block_chain, root_hash
 from headstart.model.kernels import block_hashes
 from headstart.model.kernels import build as building
-from headstart.model.kernels.block_hashes import LEAST_BLOCKS, compiled_hash_chain
+from headstart.model.kernels.block_hashes import LEAST_BLOCKS, load_compiled_hash_chain
 from headstart.model.kernels.build import (
     HASHES,
     BuildError,
     build_wheel_kernels,
     compile_kernels,
-    find_compiler,
+    find_cxx_compiler,
     packaged_library,
 )
 from headstart.model.kernels.library import cpu_flags
 
-CHAIN = compiled_hash_chain()
+CHAIN = load_compiled_hash_chain()
 needs_chain = pytest.mark.skipif(CHAIN is None, reason="no compiler, or a processor without SHA instructions")
 
 
 def has_compiler() -> bool:
     try:
-        return bool(find_compiler(os.environ))
+        return bool(find_cxx_compiler(os.environ))
     except BuildError:
         return False
 
@@ -75,15 +75,15 @@ def test_block_hashes_do_not_depend_on_what_computes_them() -> None:
 def test_without_a_compiler_or_with_none_asked_for_python_does_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_hashes, "hash_library_path", block_hashes.hash_library_path.__wrapped__)
+    monkeypatch.setattr(block_hashes, "find_or_build_hash_library", block_hashes.find_or_build_hash_library.__wrapped__)
     monkeypatch.setenv("HEADSTART_KERNELS", "none")
-    assert compiled_hash_chain.__wrapped__() is None
+    assert load_compiled_hash_chain.__wrapped__() is None
     monkeypatch.delenv("HEADSTART_KERNELS")
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(building, "PACKAGED", tmp_path / "compiled")
-    assert compiled_hash_chain.__wrapped__() is None
+    assert load_compiled_hash_chain.__wrapped__() is None
 
 
 @needs_compiler

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from cgroup_tree import GIB, group_files, machine, v1_groups, v2_group, write
 
-from headstart.model.setup.cgroup import CgroupMemoryLimit, cgroup_memory_limits, cpu_quota
+from headstart.model.setup.cgroup import CgroupMemory, cgroup_memory_limits, cpu_quota
 
 
 def test_without_groups_there_is_no_limit(tmp_path: Path) -> None:
@@ -26,14 +26,14 @@ def test_v2_memory_does_not_count_inactive_file_pages(tmp_path: Path) -> None:
         memory_current=str(5 * GIB),
         memory_stat=f"anon 1\nactive_file 7\ninactive_file {3 * GIB}",
     )
-    assert cgroup_memory_limits(tmp_path) == [CgroupMemoryLimit(8 * GIB, 2 * GIB)]
+    assert cgroup_memory_limits(tmp_path) == [CgroupMemory(8 * GIB, 2 * GIB)]
 
 
 def test_limits_of_ancestors_bind(tmp_path: Path) -> None:
     v2_group(machine(tmp_path), "/a/b", cpu_max="max 100000", memory_max="max", memory_current="5")
     group_files(tmp_path, "/a", cpu_max="300000 100000", memory_max=str(GIB), memory_current="7")
     assert cpu_quota(tmp_path) == 3
-    assert cgroup_memory_limits(tmp_path) == [CgroupMemoryLimit(GIB, 7)]
+    assert cgroup_memory_limits(tmp_path) == [CgroupMemory(GIB, 7)]
 
 
 @pytest.mark.parametrize(("path", "mount_root"), [("/../other", "/"), ("/docker/123", "/docker/123"), ("/x", "/y")])
@@ -58,7 +58,7 @@ def test_v1(tmp_path: Path) -> None:
     write(memory, "memory.limit_in_bytes", "9223372036854771712\n")  # v1's way of saying "none"
     write(memory, "memory.usage_in_bytes", f"{9 * GIB}\n")
     assert cpu_quota(tmp_path) == 0.5
-    assert cgroup_memory_limits(tmp_path) == [CgroupMemoryLimit(4 * GIB, GIB // 2)]
+    assert cgroup_memory_limits(tmp_path) == [CgroupMemory(4 * GIB, GIB // 2)]
 
 
 def test_v1_quota_of_minus_one_is_none(tmp_path: Path) -> None:

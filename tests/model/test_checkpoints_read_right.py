@@ -16,7 +16,7 @@ from headstart.model.kernels.library import find_kernels
 from headstart.model.layers.decoder import Decoder
 from headstart.model.layers.linear import embedding_rows
 from headstart.model.transformers_model import TransformersModel
-from headstart.model.transformers_probe import find_non_causal_pair
+from headstart.model.transformers_probe import find_non_causal_mask_pair
 from headstart.model.weights.model_loader import load_model
 
 ALTERNATING = ["sliding_attention", "full_attention"]
@@ -162,7 +162,7 @@ def test_refusals_are_sentences(config: str, settings: dict[str, Any], message: 
     ],
 )
 def test_masks_that_our_attention_applies_pass(rule: Any, window: int | None) -> None:
-    assert find_non_causal_pair(rule, window, 4096) is None
+    assert find_non_causal_mask_pair(rule, window, 4096) is None
 
 
 @pytest.mark.parametrize(
@@ -180,4 +180,4 @@ def test_masks_that_our_attention_applies_pass(rule: Any, window: int | None) ->
     ],
 )
 def test_masks_that_it_does_not_apply_are_noticed(rule: Any, window: int | None) -> None:
-    assert find_non_causal_pair(rule, window, 4096) is not None
+    assert find_non_causal_mask_pair(rule, window, 4096) is not None

@@ -72,17 +72,17 @@ def two_queues() -> list[Callable[[int], EvictionOrder]]:
 def test_orders_of_one_pool_share_links_and_nothing_else() -> None:
     for make in two_queues():
         one, other = make(4), make(4)
-        one.add([3, 2])
-        other.add([5, 4])
+        one.add_chain([3, 2])
+        other.add_chain([5, 4])
         assert (list(one), list(other), 4 in one, 4 in other) == ([3, 2], [5, 4], False, True)
         with pytest.raises(KeyError):
             one.remove(5)
         with pytest.raises(KeyError):
-            other.remove_reused([2])
+            other.remove_for_reuse([2])
         with pytest.raises(KeyError):
             make(4).pop_victim()
         one.remove(3)
-        other.add([3], HOT)
+        other.add_chain([3], HOT)
         assert (list(one), list(other), len(one), len(other), other.pop_victim(), other.pop_victim()) == (
             [2],
             [5, 4, 3],

@@ -17,7 +17,7 @@ from headstart.model.paged_kv import TokenKVShape
 
 RUNNABLE = load.runnable_variants()
 DTYPES = [torch.float32, torch.bfloat16]
-pytestmark = pytest.mark.skipif(load.kernels_in_use() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(load.kernel_library_in_use() is None, reason="no compiled kernels here")
 
 
 @pytest.fixture(params=RUNNABLE, autouse=True)
@@ -108,7 +108,7 @@ def test_outputs_and_log_sum_exps_equal_fp64(sharing: str, sink: float | None) -
     pools.fill(starts)
     step, (q, k, v) = pools.step(starts, pools.lengths), pools.rows(starts, pools.lengths)
     lse = torch.empty(q.shape[:2])
-    found = pools.own.begin(step)(1, q, k, v, scale=0.3, lse=lse, sinks=sinks)
+    found = pools.own.begin_step(step)(1, q, k, v, scale=0.3, lse=lse, sinks=sinks)
     due, due_lse = naive(pools, starts, 0.3, sinks)
     torch.testing.assert_close(found.double(), due, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), due_lse, atol=1e-5, rtol=1e-5)
@@ -180,7 +180,7 @@ def test_a_group_is_made_where_it_saves_more_than_it_costs() -> None:
         pools = Pools(lengths, heads=heads, kv_heads=2, dim=16)
         for follower in range(1, rows):
             pools.share(follower, 0, blocks)
-        step = pools.own.begin(pools.step([length - 1 for length in lengths], lengths))
+        step = pools.own.begin_step(pools.step([length - 1 for length in lengths], lengths))
         return step.plan(None, heads // 2).head.num_groups
 
     assert groups(32, 64, 2) == 1  # one row per kv head: a tile is hardly filled
@@ -192,7 +192,7 @@ def test_prefixes_of_prefills_are_grouped_only_with_rows_to_fill() -> None:
     pools = Pools([300] * 4, heads=4, kv_heads=2, dim=16)
     for follower in (1, 2, 3):
         pools.share(follower, 0, 10)
-    step = pools.own.begin(pools.step([160] * 4, [300] * 4))
+    step = pools.own.begin_step(pools.step([160] * 4, [300] * 4))
     assert step.plan(None, 2).head.num_groups == 0
 
 
@@ -234,15 +234,15 @@ def test_queries_keys_and_values_may_be_slices_of_wider_rows() -> None:
     wide = torch.cat((q, k, v), dim=1)
     slices = wide.split((4, 2, 2), dim=1)
     due = pools.reference.begin_step(step)(1, q, k, v, scale=0.2)
-    torch.testing.assert_close(pools.own.begin(step)(1, *slices, scale=0.2), due, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(pools.own.begin_step(step)(1, *slices, scale=0.2), due, atol=1e-5, rtol=1e-5)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    torch.testing.assert_close(pools.own.begin(step)(1, *turned, scale=0.2), due, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(pools.own.begin_step(step)(1, *turned, scale=0.2), due, atol=1e-5, rtol=1e-5)
 
 
 def test_what_is_out_of_bounds_is_refused_before_the_kernels() -> None:
     pools = Pools([40, 20], heads=4, kv_heads=2, dim=16)
     good, (q, k, v) = pools.step([39, 0], [40, 20]), pools.rows([39, 0], [40, 20])
-    attend = pools.own.begin(good)
+    attend = pools.own.begin_step(good)
     with pytest.raises(ValueError, match="do not go with"):
         attend(1, q[:5], k, v, scale=1.0)
     with pytest.raises(ValueError, match="keys and values must be"):
@@ -262,7 +262,7 @@ def test_what_is_out_of_bounds_is_refused_before_the_kernels() -> None:
             kv_indices=np.array([block for table in tables for block in table], np.int32),
         )
         with pytest.raises(ValueError, match=message):
-            pools.own.begin(wrong)
+            pools.own.begin_step(wrong)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -280,7 +280,7 @@ def test_nothing_is_written_outside_and_nothing_read_that_lies_beside(dtype: tor
     rows = [_guarded(x) for x in pools.rows(starts, pools.lengths)]
     lse = _guarded(torch.zeros(len(rows[0]), 6))
     sinks = _guarded(torch.ones(6))
-    found = pools.own.begin(step)(1, *rows, scale=0.2, lse=lse, sinks=sinks)
+    found = pools.own.begin_step(step)(1, *rows, scale=0.2, lse=lse, sinks=sinks)
     torch.testing.assert_close(found, due, atol=ATOL[dtype], rtol=0.01)
     assert (words[:guard] == 0x7FC07FC0).all() and (words[-guard:] == 0x7FC07FC0).all()
     for inner in (*rows, lse, sinks):

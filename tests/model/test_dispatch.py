@@ -9,7 +9,7 @@ from model.tiny import make_checkpoint
 
 from headstart.core.errors import ConfigError
 from headstart.model.kernels import library
-from headstart.model.kernels.library import KernelLibrary, kernels_in_use
+from headstart.model.kernels.library import KernelLibrary, kernel_library_in_use
 from headstart.model.layers.decoder import Decoder
 from headstart.model.layers.dispatch import are_linears_batch_invariant, choose_linear_kernels
 from headstart.model.layers.linear import Linear, WeightForm
@@ -21,7 +21,7 @@ RUNNABLE = library.runnable_variants()
 
 @pytest.fixture
 def found() -> KernelLibrary:
-    chosen = kernels_in_use()
+    chosen = kernel_library_in_use()
     if chosen is None:
         pytest.skip("no compiled kernels here")
     return chosen

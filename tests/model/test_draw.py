@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstart.core.request import SamplingParams
-from headstart.model.sampling.draw import draw_tokens, filtered_probabilities
+from headstart.model.sampling.draw import draw_tokens, unnormalised_filtered_probabilities
 
 NEAR = 1e-5  # a set that is decided by less than this in probability is left out of the comparison
 
@@ -58,7 +58,7 @@ def params_of_any_kind() -> st.SearchStrategy[SamplingParams]:
 )
 def test_filters_keep_what_the_oracle_keeps(rows: list[list[int]], params: list[SamplingParams]) -> None:
     logits = [[x / 4 for x in row] for row in rows]
-    probs = filtered_probabilities(torch.tensor(logits), params[: len(rows)])
+    probs = unnormalised_filtered_probabilities(torch.tensor(logits), params[: len(rows)])
     for row, s, got in zip(logits, params, probs, strict=False):
         expected = kept_by_oracle(row, s)
         if expected is None:
@@ -75,7 +75,7 @@ def test_flat_nucleus_wider_than_every_guess_is_exact(top_p: float) -> None:
     torch.manual_seed(0)
     logits = torch.randn(2, 9000) * 0.01
     logits[1, 7] = 30.0  # a peaked row beside it is settled by the first guess
-    kept = filtered_probabilities(logits.clone(), [SamplingParams(top_p=top_p)] * 2)
+    kept = unnormalised_filtered_probabilities(logits.clone(), [SamplingParams(top_p=top_p)] * 2)
     order = logits[0].double().softmax(-1).sort(descending=True)
     needed = int((order.values.cumsum(-1) < top_p).sum()) + 1
     assert abs(int((kept[0] > 0).sum()) - needed) <= 2
@@ -84,14 +84,14 @@ def test_flat_nucleus_wider_than_every_guess_is_exact(top_p: float) -> None:
 
 
 def test_ties_of_the_last_kept_value_are_kept_whatever_their_order() -> None:
-    probs = filtered_probabilities(torch.tensor([[1.0, 0.0, 1.0, 1.0]]), [SamplingParams(top_k=2)])
+    probs = unnormalised_filtered_probabilities(torch.tensor([[1.0, 0.0, 1.0, 1.0]]), [SamplingParams(top_k=2)])
     assert probs[0].nonzero()[:, 0].tolist() == [0, 2, 3]
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-3, 1e30])
 def test_extreme_temperatures_give_finite_probabilities(temperature: float) -> None:
     logits = torch.tensor([[3e38, -3e38, 0.0], [-math.inf, 2.0, 1.0]])
-    probs = filtered_probabilities(logits, [SamplingParams(temperature=temperature)] * 2)
+    probs = unnormalised_filtered_probabilities(logits, [SamplingParams(temperature=temperature)] * 2)
     assert probs.isfinite().all()
     assert probs[1, 0] == 0
     assert probs.sum(-1).tolist() == pytest.approx([1, 1], rel=1e-5)
@@ -137,6 +137,8 @@ def test_probabilities_are_bit_equal_alone_and_in_a_batch(vocab_size: int) -> No
         SamplingParams(),
     ]
     params = [kinds[i % 4] for i in range(9)]
-    together = filtered_probabilities(logits.clone(), params)
+    together = unnormalised_filtered_probabilities(logits.clone(), params)
     for i in range(9):
-        assert torch.equal(filtered_probabilities(logits[i : i + 1].clone(), params[i : i + 1])[0], together[i])
+        assert torch.equal(
+            unnormalised_filtered_probabilities(logits[i : i + 1].clone(), params[i : i + 1])[0], together[i]
+        )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.core.errors import ConfigError
-from headstart.model.setup.gpus import check_gpu_sharing, count_gpus, visible_gpu_names
+from headstart.model.setup.gpus import check_gpu_sharing, count_gpus, visible_gpu_ids
 
 MIG = "MIG-a,MIG-b,MIG-c"
 
@@ -31,7 +31,7 @@ MIG = "MIG-a,MIG-b,MIG-c"
 def test_names_are_those_that_a_process_of_one_gpu_understands(
     device: str, count: int, visible: str | None, names: str
 ) -> None:
-    assert visible_gpu_names(device, count, visible) == tuple(names.split())
+    assert visible_gpu_ids(device, count, visible) == tuple(names.split())
 
 
 def test_without_a_driver_there_are_no_gpus_and_torch_is_not_asked() -> None:

@@ -21,14 +21,14 @@ from headstart.core.errors import InvalidRequestError
 from headstart.core.request import SamplingParams
 from headstart.model.grammar.grammar_compiler import MAX_GRAMMARS, CachingGrammarCompiler
 from headstart.model.grammar.grammar_rows import GrammarRows
-from headstart.model.kernels.library import kernels_in_use
+from headstart.model.kernels.library import kernel_library_in_use
 from headstart.model.sampling.logit_edits import LogitEdits
 from headstart.model.sampling.sampler import Sampler
 from headstart.openai.structured.grammar_text import (
     choice_grammar,
+    grammar_from_lark,
     grammar_parser_limits,
     json_schema_grammar,
-    lark_grammar,
     regex_grammar,
 )
 
@@ -54,7 +54,7 @@ def grammars() -> CachingGrammarCompiler:
 
 @pytest.fixture(params=["torch", "kernel"])
 def sampler(request: pytest.FixtureRequest, grammars: CachingGrammarCompiler) -> Sampler:
-    compiled = kernels_in_use() if request.param == "kernel" else None
+    compiled = kernel_library_in_use() if request.param == "kernel" else None
     if request.param == "kernel" and compiled is None:
         pytest.skip("no kernels here")
     return Sampler(VOCAB, kernels=compiled, grammars=GrammarRows(grammars, 2))
@@ -118,7 +118,7 @@ def test_the_tokens_are_the_same_one_by_one_with_logprobs(sampler: Sampler) -> N
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), greedy=st.booleans(), top_k=st.sampled_from([0, 1, 5]), bias=st.booleans())
 def test_kernel_and_torch_choose_the_same_allowed_token(seed: int, greedy: bool, top_k: int, bias: bool) -> None:
-    compiled = kernels_in_use()
+    compiled = kernel_library_in_use()
     if compiled is None:
         pytest.skip("no kernels here")
     rng = np.random.default_rng(seed)
@@ -195,7 +195,7 @@ def test_a_grammar_that_exceeds_its_limits_fails_its_own_row(temperature: float)
     tight = LLParserLimits(step_lexer_fuel=1, initial_lexer_fuel=2000, verbose_errors=False, step_max_items=1)
     grammars = CachingGrammarCompiler(FOLDER, VOCAB, (EOS,), tight)
     sampler = Sampler(VOCAB, grammars=GrammarRows(grammars, 2))
-    hard = lark_grammar("start: /[a-z]*(foo|bar)[a-z]{3,300}/ | /[b-x]*(baz)[a-z]{3,300}/")
+    hard = grammar_from_lark("start: /[a-z]*(foo|bar)[a-z]{3,300}/ | /[b-x]*(baz)[a-z]{3,300}/")
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
     free = chunk("free", [], None, temperature=temperature, seed=1)
     try:

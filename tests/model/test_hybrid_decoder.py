@@ -60,7 +60,7 @@ def in_chunks(runner: ModelRunner, texts: list[list[int]], rng: Random, longest:
 @pytest.fixture(params=[True, False], ids=["kernels", "torch"])
 def with_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     if not request.param:
-        monkeypatch.setattr("headstart.model.weights.model_loader.loaded_kernels", lambda: None)
+        monkeypatch.setattr("headstart.model.weights.model_loader.kernel_library_in_use", lambda: None)
     yield request.param
 
 

@@ -17,7 +17,7 @@ from headstart.model.kernels.build import (
     build_wheel_kernels,
     cache_folder,
     compile_kernels,
-    find_compiler,
+    find_cxx_compiler,
     packaged_library,
 )
 from headstart.model.kernels.library import NEEDED, VARIABLE, find_kernels, load_kernels, runnable_variants
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not RUNNABLE, reason="this processor runs no var
 
 def has_compiler() -> bool:
     try:
-        return bool(find_compiler(os.environ))
+        return bool(find_cxx_compiler(os.environ))
     except BuildError:
         return False
 
@@ -103,9 +103,9 @@ def test_cxx_chooses_the_compiler(tmp_path: Path) -> None:
     other = tmp_path / "my++"
     other.write_text("#!/bin/sh\n")
     other.chmod(0o755)
-    assert find_compiler({"CXX": str(other), "PATH": ""}) == str(other)
+    assert find_cxx_compiler({"CXX": str(other), "PATH": ""}) == str(other)
     with pytest.raises(BuildError, match=r"no C\+\+ compiler \(gone\)"):
-        find_compiler({"CXX": "gone", "PATH": str(tmp_path)})
+        find_cxx_compiler({"CXX": "gone", "PATH": str(tmp_path)})
 
 
 @needs_compiler
@@ -219,7 +219,7 @@ def test_several_processes_build_at_once_and_share_torchs_openmp(tmp_path: Path)
     quick = tmp_path / "g++-quick"
     calls = tmp_path / "calls"
     built = compile_kernels(RUNNABLE[-1], cache_folder(os.environ), environ=os.environ)
-    quick.write_text(COPYING_COMPILER.format(calls=calls, compiler=find_compiler(os.environ), built=built))
+    quick.write_text(COPYING_COMPILER.format(calls=calls, compiler=find_cxx_compiler(os.environ), built=built))
     quick.chmod(0o755)
     environ = {**os.environ, "CXX": str(quick), "XDG_CACHE_HOME": str(tmp_path), VARIABLE: ""}
     running = [

@@ -21,7 +21,7 @@ from headstart.model.kernels.memory import ALIGNED, CHUNK, HUGE, Arena, num_stag
 @given(st.lists(st.integers(0, 3 * CHUNK // 2), min_size=1, max_size=12))
 def test_what_is_taken_is_aligned_zero_and_overlaps_nothing(sizes: list[int]) -> None:
     arena = Arena()
-    taken = [arena.take((size,), torch.uint8) for size in sizes]
+    taken = [arena.take_zeros((size,), torch.uint8) for size in sizes]
     ranges = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + size) for tensor, size in zip(taken, sizes, strict=True) if size
     )
@@ -32,7 +32,7 @@ def test_what_is_taken_is_aligned_zero_and_overlaps_nothing(sizes: list[int]) ->
 
 def test_small_weights_share_a_chunk_that_begins_at_a_huge_page() -> None:
     arena = Arena()
-    first, second = arena.take((3, 5, 32, 2), torch.bfloat16), arena.take((7,), torch.int8)
+    first, second = arena.take_zeros((3, 5, 32, 2), torch.bfloat16), arena.take_zeros((7,), torch.int8)
     assert first.shape == (3, 5, 32, 2) and first.dtype == torch.bfloat16 and first.is_contiguous()
     assert first.data_ptr() % HUGE == 0
     assert second.data_ptr() == first.data_ptr() + first.nbytes
@@ -41,7 +41,7 @@ def test_small_weights_share_a_chunk_that_begins_at_a_huge_page() -> None:
 def test_several_threads_never_get_the_same_memory() -> None:
     arena, taken = Arena(), list[Tensor]()
     work = [
-        threading.Thread(target=lambda: taken.extend(arena.take((999,), torch.int8) for _ in range(300)))
+        threading.Thread(target=lambda: taken.extend(arena.take_zeros((999,), torch.int8) for _ in range(300)))
         for _ in range(4)
     ]
     for thread in work:
@@ -53,7 +53,7 @@ def test_several_threads_never_get_the_same_memory() -> None:
 
 def test_memory_is_given_back_with_the_last_that_shares_it() -> None:
     arena, process = Arena(), psutil.Process()
-    taken = [arena.take((4 * CHUNK,), torch.uint8).fill_(1) for _ in range(2)]
+    taken = [arena.take_zeros((4 * CHUNK,), torch.uint8).fill_(1) for _ in range(2)]
     before = process.memory_info().rss
     taken.clear()
     gc.collect()
@@ -63,7 +63,7 @@ def test_memory_is_given_back_with_the_last_that_shares_it() -> None:
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="not Linux")
 def test_a_system_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("mmap.MADV_HUGEPAGE")
-    assert Arena().take((10,), torch.uint8).sum() == 0
+    assert Arena().take_zeros((10,), torch.uint8).sum() == 0
     assert reserve_memory((3, 10), torch.int32, num_parts=3).sum() == 0
 
 

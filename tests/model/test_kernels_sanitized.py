@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headstart.model.kernels import library as load
-from headstart.model.kernels.build import BuildError, find_compiler
+from headstart.model.kernels.build import BuildError, find_cxx_compiler
 
 TESTS = Path(__file__).parents[1]
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
@@ -43,11 +43,11 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *only, *sys.argv[1:]]))
 def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a process that compiles and runs instrumented kernels; each variant is compiled once."""
     try:
-        compiler = find_compiler(os.environ)
+        compiler = find_cxx_compiler(os.environ)
     except BuildError as error:
         pytest.skip(str(error))
     runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-    if load.kernels_in_use() is None or not Path(runtime.stdout.strip()).is_absolute():
+    if load.kernel_library_in_use() is None or not Path(runtime.stdout.strip()).is_absolute():
         pytest.skip("no compiled kernels, or no AddressSanitizer here")
     folder = tmp_path_factory.mktemp("sanitized")
     wrapper = folder / "g++"

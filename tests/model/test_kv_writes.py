@@ -13,10 +13,10 @@ from torch import Tensor
 from headstart.core.batch import Batch, Chunk
 from headstart.model.kv_writes import KVWrites, SlotSpan
 from headstart.model.paged_kv import PagedKV, TokenKVShape
-from headstart.model.step_inputs import StepInputRanges, build_step_inputs
+from headstart.model.step_inputs import StepInputBounds, build_step_inputs
 
 BLOCK, NUM_BLOCKS = 4, 40
-BOUNDS = StepInputRanges(NUM_BLOCKS, BLOCK, vocab_size=100, max_positions=64)
+BOUNDS = StepInputBounds(NUM_BLOCKS, BLOCK, vocab_size=100, max_positions=64)
 CPU = torch.device("cpu")
 
 
@@ -124,7 +124,7 @@ def test_both_ways_to_write_store_every_token_due_bit_by_bit_and_nothing_else(
     for by_head in (True, False):
         kv = PagedKV(shape, num_blocks=NUM_BLOCKS, block_size=BLOCK, dtype=dtype, device=CPU)
         with torch.inference_mode():
-            (kv.write if by_head else kv.write_layer_by_token)(1, keys, values, writes)
+            (kv.write_layer if by_head else kv.write_layer_by_token)(1, keys, values, writes)
         assert torch.equal(bits(kv.layers[1]), bits(due.view_as(kv.layers[1])))
         assert not kv.layers[0].any()
 
@@ -137,7 +137,7 @@ def bits(values: Tensor) -> Tensor:
 def test_nan_and_minus_zero_are_stored_as_they_are() -> None:
     kv = PagedKV(TokenKVShape(1, 1, 4), num_blocks=3, block_size=BLOCK, dtype=torch.float32, device=CPU)
     keys = torch.tensor([[[float("nan"), -0.0, float("inf"), 1.0]]]).expand(4, 1, 4)
-    kv.write(0, keys, keys, plan(chunk([1] * 4, 0, 4, [2])))
+    kv.write_layer(0, keys, keys, plan(chunk([1] * 4, 0, 4, [2])))
     assert torch.equal(bits(kv.layers[0][0, 0, 2]), bits(keys[:, 0]))
 
 
@@ -151,7 +151,7 @@ def test_chunks_of_any_cut_leave_the_same_kv(ends: list[int]) -> None:
     table = [3, 4, 5, 9, 8, 7, 20, 21, 22, 23]
     start = 0
     for end in ends:
-        kv.write(0, keys[start:end], values[start:end], plan(chunk([1] * 40, start, end, table)))
+        kv.write_layer(0, keys[start:end], values[start:end], plan(chunk([1] * 40, start, end, table)))
         start = end
     slots = np.array([table[p // BLOCK] * BLOCK + p % BLOCK for p in range(40)])
     whole.layers[0].view(2, 2, -1, 8)[:, :, slots] = torch.stack((keys, values)).transpose(1, 2)

@@ -58,7 +58,7 @@ def test_edits_are_the_oracles(rows: list[tuple[SamplingParams, list[int], list[
     edits = LogitEdits(VOCAB)
     chunks = {i: chunk_of(*row, request_id=str(i)) for i, row in enumerate(rows)}
     got = logits.clone()
-    assert edits.apply(got, {i: c for i, c in chunks.items() if edits.needs_edit(c)}) == {}
+    assert edits.apply(got, {i: c for i, c in chunks.items() if edits.row_needs_edits(c)}) == {}
     for i, (s, prompt, outputs) in enumerate(rows):
         assert got[i].tolist() == pytest.approx(edited_by_oracle(logits[i].tolist(), s, prompt, outputs), rel=1e-4)
 
@@ -104,8 +104,8 @@ def test_bias_out_of_the_vocabulary_fails_its_row_and_touches_no_other(bad: int)
 
 def test_plain_row_wants_no_edit() -> None:
     edits = LogitEdits(VOCAB)
-    assert not edits.needs_edit(chunk_of(SamplingParams(min_tokens=2, stop_token_ids=(1,)), [1], [1, 2]))
-    assert edits.needs_edit(chunk_of(SamplingParams(min_tokens=3, stop_token_ids=(1,)), [1], [1, 2]))
+    assert not edits.row_needs_edits(chunk_of(SamplingParams(min_tokens=2, stop_token_ids=(1,)), [1], [1, 2]))
+    assert edits.row_needs_edits(chunk_of(SamplingParams(min_tokens=3, stop_token_ids=(1,)), [1], [1, 2]))
 
 
 def test_the_unknown_token_of_a_chunk_planned_ahead_counts_as_an_output() -> None:
@@ -114,5 +114,5 @@ def test_the_unknown_token_of_a_chunk_planned_ahead_counts_as_an_output() -> Non
     known = chunk_of(sampling, [3, 4], [5, 6])
     ahead = known._replace(token_ids=array("i", [UNKNOWN_TOKEN]), history=known.history[:-1], from_previous=0)
     assert num_output_tokens(ahead) == num_output_tokens(known) == 2
-    assert not LogitEdits(VOCAB).needs_edit(ahead)
-    assert LogitEdits(VOCAB).needs_edit(ahead._replace(history=known.history[:-2]))
+    assert not LogitEdits(VOCAB).row_needs_edits(ahead)
+    assert LogitEdits(VOCAB).row_needs_edits(ahead._replace(history=known.history[:-2]))

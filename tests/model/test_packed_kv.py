@@ -21,7 +21,7 @@ from headstart.model.paged_kv import PagedKV, TokenKVShape
 
 CPU = torch.device("cpu")
 RUNNABLE = load.runnable_variants()
-pytestmark = pytest.mark.skipif(load.kernels_in_use() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(load.kernel_library_in_use() is None, reason="no compiled kernels here")
 
 
 @pytest.fixture(params=RUNNABLE)
@@ -55,7 +55,7 @@ def test_tokens_and_spans_land_where_paged_kv_puts_them(
     wide = torch.randn(2, 4 + 3 * size, 7, dim).to(dtype)
     keys, values = wide[0][:, 1:4], wide[1][:, 4:]  # heads of wider rows
     for kv in (packed, paged):
-        kv.write(1, keys, values, writes)
+        kv.write_layer(1, keys, values, writes)
     assert [bytes(packed.read_block(block)) for block in range(8)] == [
         bytes(paged.read_block(block)) for block in range(8)
     ]
@@ -105,17 +105,17 @@ def test_a_step_takes_the_pages_of_the_next_blocks_and_a_load_none(kernels: load
     packed.write_block(1, bytes(packed.block_bytes))
     assert resident(packed) < 8 << 20
     rows = torch.zeros(1, 3, 64, dtype=torch.bfloat16)
-    packed.write(0, rows, rows, token_writes([16]))  # token 0 into the first slot of block 1
+    packed.write_layer(0, rows, rows, token_writes([16]))  # token 0 into the first slot of block 1
     for block, content in blocks.items():
         packed.write_block(block, content)
     pages_taken(packed)
     taken = resident(packed)
     assert AHEAD - (1 << 20) < taken < AHEAD + (8 << 20)
-    packed.write(0, rows, rows, token_writes([17]))
+    packed.write_layer(0, rows, rows, token_writes([17]))
     pages_taken(packed)
     assert resident(packed) < taken + (1 << 20)
     assert all(bytes(packed.read_block(block)) == content for block, content in blocks.items())
-    packed.write(0, rows, rows, token_writes([16 * 8191]))  # the last block: there is no further one
+    packed.write_layer(0, rows, rows, token_writes([16 * 8191]))  # the last block: there is no further one
     pages_taken(packed)
 
 
@@ -125,7 +125,7 @@ def test_a_system_that_takes_no_pages_ahead_takes_them_when_they_are_written(
     monkeypatch.setattr(memory, "POPULATE_WRITE", 255)  # as before Linux 5.14
     packed = PackedKV(kernels, TokenKVShape(16, 3, 64), num_blocks=8192, block_size=16, dtype=torch.bfloat16)
     rows = torch.ones(1, 3, 64, dtype=torch.bfloat16)
-    packed.write(0, rows, rows, token_writes([16]))
+    packed.write_layer(0, rows, rows, token_writes([16]))
     pages_taken(packed)
     assert resident(packed) < 8 << 20 and bytes(packed.read_block(1)).strip(b"\0")
 
@@ -135,7 +135,7 @@ def test_a_token_leaves_its_neighbours_in_the_same_words_alone(kernels: load.Ker
     for slot in (35, 34, 33, 36, 34):  # odd and even, again over what is there
         keys, values = torch.randn(2, 1, 3, 5).to(torch.bfloat16)
         for kv in (packed, paged):
-            kv.write(0, keys, values, token_writes([slot]))
+            kv.write_layer(0, keys, values, token_writes([slot]))
         assert bytes(packed.read_block(2)) == bytes(paged.read_block(2))
 
 
@@ -177,7 +177,7 @@ def test_writes_outside_the_pool_or_of_tokens_that_are_not_there_are_refused(ker
         KVWrites(torch.empty(0), None, (), np.array([16]), np.array([1])),
     ):
         with pytest.raises(ValueError, match="lie outside"):
-            packed.write(0, keys, keys, writes)
+            packed.write_layer(0, keys, keys, writes)
     assert not packed.pool.any()
 
 
@@ -189,7 +189,7 @@ def test_blocks_are_read_from_another_thread_while_others_are_written(kernels: l
     reader.start()
     keys = torch.randn(32, 3, 64).to(torch.bfloat16)
     while reader.is_alive():
-        packed.write(0, keys, keys, token_writes(list(range(32, 64))))
+        packed.write_layer(0, keys, keys, token_writes(list(range(32, 64))))
     reader.join()
     assert found == [True] * 200
 

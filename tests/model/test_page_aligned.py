@@ -40,7 +40,7 @@ def outputs(loaded: LoadedModel, limits: Limits, *, by_token: bool = False) -> d
     runner = tiny_runner(loaded, num_blocks=40, block_size=BLOCK)
     if by_token:
         begin = runner.attention.begin_step
-        runner.attention.begin = lambda step: begin(replace(step, writes=without_spans(step.writes)))  # type: ignore[method-assign]
+        runner.attention.begin_step = lambda step: begin(replace(step, writes=without_spans(step.writes)))  # type: ignore[method-assign]
     engine = Engine(
         Scheduler(SchedulerConfig(40, BLOCK, limits, model=loaded.fingerprint, policy="lpm", eviction_policy="2q")),
         runner,

@@ -34,7 +34,7 @@ def test_a_block_leaves_as_tokens_by_heads_by_dims(by_head: bool, head_dim: int,
     keys, values = torch.randn(2, 2, 16, 3, head_dim).to(dtype).unbind(0)  # [layer, token, head, dim]
     order = torch.randperm(16)
     writes = token_writes((order + 3 * 16).tolist())
-    write = kv.write if by_head else kv.write_layer_by_token
+    write = kv.write_layer if by_head else kv.write_layer_by_token
     for layer in range(2):
         write(layer, keys[layer][order], values[layer][order], writes)
     data = kv.read_block(3)
@@ -95,7 +95,7 @@ def test_blocks_are_read_while_another_thread_writes_others() -> None:
     keys, values = torch.randn(2, 32, 3, 8).unbind(0)
     for _ in range(200):
         for layer in range(2):
-            kv.write(layer, keys, values, token_writes([*range(16, 32), *range(48, 64)]))
+            kv.write_layer(layer, keys, values, token_writes([*range(16, 32), *range(48, 64)]))
     stop.set()
     reader.join(timeout=120)
     assert not reader.is_alive() and not wrong

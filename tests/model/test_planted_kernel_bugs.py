@@ -62,7 +62,7 @@ def run(folder: Path, variant: str, names: Iterable[str]) -> subprocess.Complete
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("bug", ["", *BUGS])
 def test_planted_bug_is_caught(bug: str, tmp_path: Path) -> None:
-    found = library.kernels_in_use()
+    found = library.kernel_library_in_use()
     if found is None:
         pytest.skip("no compiled kernels here")
     folder = tmp_path / "kernels"

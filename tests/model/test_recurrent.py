@@ -87,7 +87,7 @@ def test_a_matrix_mixer_equals_its_twin(
     kernels: KernelLibrary, shape: MixerShape, dtype: torch.dtype, kind: str
 ) -> None:
     weights, rows, guards = matrix_weights(shape, dtype, kind), matrix_rows(shape, dtype, kind), Guards()
-    found, due = (states_of(guards, OFFSET + shape.state_size + 3, LENGTHS, PLACES) for _ in range(2))
+    found, due = (states_of(guards, OFFSET + shape.num_state_elements + 3, LENGTHS, PLACES) for _ in range(2))
     expected = TWINS[kind](shape, weights, rows, due, OFFSET)
     guarded = weights._replace(convolution=guards.put(weights.convolution), rate=guards.put(weights.rate))
     outputs = run_matrix_mixer(kernels, shape, guarded, guards.put(rows), found, OFFSET)
@@ -134,7 +134,7 @@ def test_no_chunk_batch_or_number_of_threads_changes_a_bit(
     kernels: KernelLibrary, shape: MixerShape, dtype: torch.dtype, kind: str
 ) -> None:
     weights, rows, rng = matrix_weights(shape, dtype, kind), matrix_rows(shape, dtype, kind), Random(1)
-    size, taps = shape.state_size, 3
+    size, taps = shape.num_state_elements, 3
     inner, weight = draw(len(rows), 3 * 131, seed=6, dtype=dtype), draw(taps, 131, seed=7)
     conv_size = (taps - 1) * 131
     together = states_of(Guards(), size + conv_size, LENGTHS, PLACES)
@@ -167,7 +167,7 @@ def test_no_chunk_batch_or_number_of_threads_changes_a_bit(
 def test_arguments_that_do_not_fit_are_refused(kernels: KernelLibrary) -> None:
     shape = SHAPES[0]
     weights, rows = matrix_weights(shape, torch.float32, "delta"), matrix_rows(shape, torch.float32, "delta")
-    states = states_of(Guards(), shape.state_size, LENGTHS, ((), (), ()))
+    states = states_of(Guards(), shape.num_state_elements, LENGTHS, ((), (), ()))
     with pytest.raises(ValueError, match=r"for \d+ rows and 625 numbers"):
         run_matrix_mixer(kernels, shape, weights, rows, states, 1)
     with pytest.raises(ValueError, match=f"states of {len(rows)} rows .* for {len(rows) - 1} rows"):

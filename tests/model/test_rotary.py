@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from headstart.model.layers.rotary import RotaryEmbedding, inverse_frequencies, read_rope
+from headstart.model.layers.rotary import RotaryEmbedding, inverse_frequencies_and_scale, read_rope
 
 KINDS: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 3.0},
@@ -28,7 +28,7 @@ def test_frequencies_equal_transformers(scaling: dict[str, Any]) -> None:
     )
     expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
     rope = read_rope({"max_position_embeddings": 512, "rope_parameters": scaling}, head_dim=32)
-    found, found_factor = inverse_frequencies(rope)
+    found, found_factor = inverse_frequencies_and_scale(rope)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     assert found_factor == pytest.approx(factor)
 

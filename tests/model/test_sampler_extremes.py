@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from headstart.apis.openapi import request_body_schema
 from headstart.core.batch import Chunk
 from headstart.core.request import SamplingParams
-from headstart.model.kernels.library import kernels_in_use
+from headstart.model.kernels.library import kernel_library_in_use
 from headstart.model.sampling.sampler import Sampler
 from headstart.openai.bounds import INT31_MAX
-from headstart.openai.generation_fields import MAX_BIAS, ChatFields
+from headstart.openai.generation_fields import MAX_BIAS, ChatGenerationFields
 
 VOCAB = 40
 HUGE, TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
@@ -23,7 +23,9 @@ DENORMAL = 1e-45  # the smallest float32 above 0
 ROW_VALUES = (HUGE, -HUGE, 1e38, -1e38, 3e38, TINY, -TINY, DENORMAL, 0.0, -0.0, 1.0, -1.0, 60.0, -60.0)
 
 
-PROPERTIES = request_body_schema(ChatFields)["requestBody"]["content"]["application/json"]["schema"]["properties"]
+PROPERTIES = request_body_schema(ChatGenerationFields)["requestBody"]["content"]["application/json"]["schema"][
+    "properties"
+]
 
 
 def extremes(name: str) -> st.SearchStrategy[float]:
@@ -77,7 +79,7 @@ def test_a_token_comes_out_whatever_is_legal(
 ) -> None:
     logits = torch.tensor([values for _, values, _ in rows], dtype=torch.float32).to(dtype)
     logits.clamp_(torch.finfo(dtype).min, torch.finfo(dtype).max)  # rounding to bfloat16 may give an infinity
-    sampler = Sampler(VOCAB, kernels=kernels_in_use() if native else None)
+    sampler = Sampler(VOCAB, kernels=kernel_library_in_use() if native else None)
     chunks = [chunk_of(sampling, outputs, f"r{at}") for at, (sampling, _, outputs) in enumerate(rows)]
     for (sampling, _, _), row in zip(rows, sampler.sample(logits, chunks), strict=True):
         assert row.error is None and len(row.token_ids) == 1

@@ -18,9 +18,9 @@ from headstart.model.setup.sizing import (
     device_memory,
     explain_out_of_memory,
     gpu_budget,
-    gpu_bytes_held,
     loaded_weight_bytes,
-    measure_gpu_peak,
+    measure_gpu_peak_increase,
+    measure_torch_gpu_bytes,
     plan_kv_pool,
 )
 
@@ -291,9 +291,9 @@ def test_threads_are_applied() -> None:
 def test_numbers_of_a_real_gpu_are_those_that_sizing_expects() -> None:
     found = device_memory("cuda")
     assert 0 < found.available <= found.limit and gpu_budget(found, 0.01, is_sized=True) <= found.available
-    held = gpu_bytes_held("cuda")
-    assert measure_gpu_peak(lambda: torch.empty(2**28, dtype=torch.uint8, device="cuda"), "cuda") >= 2**28
-    assert gpu_bytes_held("cuda") == held
+    held = measure_torch_gpu_bytes("cuda")
+    assert measure_gpu_peak_increase(lambda: torch.empty(2**28, dtype=torch.uint8, device="cuda"), "cuda") >= 2**28
+    assert measure_torch_gpu_bytes("cuda") == held
     with (
         pytest.raises(ConfigError, match=r"GPU memory while trying: .* was free at the start and .* more was needed"),
         explain_out_of_memory("trying", "pray", found),

@@ -75,7 +75,7 @@ class Run:
         while engine.has_work:
             self._step(engine, waiting, 1)
         scheduler.pool.check_invariants()
-        assert scheduler.pool.num_free == scheduler.pool.num_usable
+        assert scheduler.pool.num_free == scheduler.pool.usable_capacity
         self.stats: EngineStats = engine.stats()
 
     def _step(self, engine: Engine, waiting: Iterator[Request], most: int) -> None:
@@ -135,15 +135,15 @@ def test_a_request_that_does_not_read_the_cache_has_drafts_of_its_own_tokens_onl
 @pytest.mark.parametrize("bug", ["draws again with the first number", "takes the logits one position too far"])
 def test_a_planted_bug_is_caught(bug: str, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "draws again with the first number":
-        monkeypatch.setattr(verification.VerifiedChunk, "extended_chunk", lambda self: self.chunk)
+        monkeypatch.setattr(verification.VerifiedChunk, "chunk_after_verified", lambda self: self.chunk)
     else:
-        add = verification.VerifiedChunk.add_row
+        add = verification.VerifiedChunk.add_sampled_row
 
         def planted(self: verification.VerifiedChunk, row: RowResult) -> bool:
             going = add(self, row)
             self.first += not self.token_ids[1:] and going and self.first + 2 < self.chunk.num_logits
             return going
 
-        monkeypatch.setattr(verification.VerifiedChunk, "add_row", planted)
+        monkeypatch.setattr(verification.VerifiedChunk, "add_sampled_row", planted)
     with pytest.raises((AssertionError, IndexError)):
         compare(loaded, 1, 90, SpeculationConfig(7, 4, 1), blocks=14)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headstart.core.batch import Batch, Chunk, RowErrorKind
 from headstart.model.attention.base import AttentionFunction
-from headstart.model.kernels.chain import ChainLink, ChainWorkspace, LinearChain
+from headstart.model.kernels.chain import ChainLink, LinearChain, LinearChainWorkspace
 from headstart.model.kernels.library import VARIABLE, find_kernels, runnable_variants
 from headstart.model.kernels.packed import PackedLinear
 from headstart.model.kernels.stack import HeadOutputs, KernelKind, LayerStack
@@ -22,7 +22,7 @@ from headstart.model.layers.decoder import Decoder
 from headstart.model.layers.fused import FusedLayers
 from headstart.model.layers.hybrid_decoder import HybridDecoder
 from headstart.model.model_runner import ModelRunner
-from headstart.model.step_inputs import StepInputRanges, StepInputs, build_step_inputs
+from headstart.model.step_inputs import StepInputBounds, StepInputs, build_step_inputs
 from headstart.model.weights.model_loader import load_model
 
 RUNNABLE = runnable_variants()
@@ -49,7 +49,7 @@ def make_runner(folder: Path, family: str = "llama", **overrides: Any) -> tuple[
 
 
 def make_step(runner: ModelRunner, *chunks: Chunk) -> StepInputs:
-    bounds = StepInputRanges(
+    bounds = StepInputBounds(
         runner.num_blocks, runner.block_size, runner.loaded.vocab_size, runner.loaded.max_model_len
     )
     step, _, errors = build_step_inputs(Batch(chunks), bounds, runner.loaded.device)
@@ -82,7 +82,7 @@ def test_one_call_equals_one_per_layer(family: str, overrides: dict[str, Any], t
             whole = layers.forward(step, runner.attention.begin_step(step), ahead)
             begun = other.attention.begin_step(make_step(other, *chunks))
             parts = layers.forward(make_step(other, *chunks), layer_by_layer(begun))
-            logits = runner.loaded.model.logits(parts)
+            logits = runner.loaded.model.logits_from_hidden(parts)
         assert whole.shape == parts.shape and torch.equal(whole, parts), ends
         assert ahead.logits is not None and torch.equal(ahead.logits, logits) and ahead.finite == [True, True], ends
     for block in range(1, 11):
@@ -110,7 +110,7 @@ def test_positions_before_the_first_are_refused(tmp_path: Path) -> None:
 
 def test_a_step_that_was_checked_against_a_larger_pool_is_checked_again(tmp_path: Path) -> None:
     runner, _ = make_runner(tmp_path)
-    bounds = StepInputRanges(runner.num_blocks + 1, runner.block_size, 128, 512)
+    bounds = StepInputBounds(runner.num_blocks + 1, runner.block_size, 128, 512)
     step, _, _ = build_step_inputs(Batch((chunk([5, 6], 0, 1, [runner.num_blocks]),)), bounds, torch.device("cpu"))
     assert step is not None
     with pytest.raises(ValueError, match="outside"):
@@ -185,11 +185,11 @@ def test_one_call_of_a_hybrid_equals_one_per_mixer(
         for runner, wrapped in ((whole, lambda attend: attend), (parts, layer_by_layer)):
             inputs = make_step(runner, *chunks)
             assert runner.states is not None
-            inputs = replace(inputs, states=runner.states.begin(chunks, inputs.qo_indptr))
+            inputs = replace(inputs, states=runner.states.begin_step(chunks, inputs.qo_indptr))
             ahead = HeadOutputs(inputs.qo_indptr)
             with torch.inference_mode():
                 hidden = loaded.model.forward(inputs, wrapped(runner.attention.begin_step(inputs)), ahead).clone()
-                logits.append(loaded.model.logits(hidden) if ahead.logits is None else ahead.logits)
+                logits.append(loaded.model.logits_from_hidden(hidden) if ahead.logits is None else ahead.logits)
             found.append(hidden)
             assert ahead.finite == ([True, True] if runner is whole else None), ends
         assert torch.equal(*found) and torch.equal(*logits) and len(calls) == step + 1, ends
@@ -215,6 +215,6 @@ def test_a_stack_refuses_a_wrong_number_of_arguments_and_foreign_memory() -> Non
     embedding = torch.zeros(4, 8, dtype=torch.bfloat16)
     stack = LayerStack(kernels, [[chain], [chain]], [[(KernelKind.GATE, 0)]], embedding, chain, stream=0)
     with pytest.raises(ValueError, match="0 arguments for 1 kernels"):
-        stack(*ChainWorkspace([chain]).buffers_for_rows(1), [])
+        stack(*LinearChainWorkspace([chain]).buffers_for_rows(1), [])
     with pytest.raises(ValueError, match="this chain needs"):
-        stack(*ChainWorkspace([wide]).buffers_for_rows(1), [])
+        stack(*LinearChainWorkspace([wide]).buffers_for_rows(1), [])

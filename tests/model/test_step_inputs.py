@@ -11,10 +11,10 @@ from model.paged import chunk
 
 from headstart.core.batch import Batch, Chunk
 from headstart.model import step_inputs
-from headstart.model.kernels.library import KernelLibrary, find_kernels, kernels_in_use
-from headstart.model.step_inputs import StepInputRanges, build_step_inputs
+from headstart.model.kernels.library import KernelLibrary, find_kernels, kernel_library_in_use
+from headstart.model.step_inputs import StepInputBounds, build_step_inputs
 
-BOUNDS = StepInputRanges(num_blocks=20, block_size=4, vocab_size=100, max_positions=32)
+BOUNDS = StepInputBounds(num_blocks=20, block_size=4, vocab_size=100, max_positions=32)
 CPU = torch.device("cpu")
 
 
@@ -35,7 +35,7 @@ def test_two_chunks_are_packed_without_padding() -> None:
     assert step.writes.slots.tolist() == [22, 23, 24, 25, 26, 15] and step.writes.tokens is None
     assert step.qo_indptr.tolist() == [0, 5, 6] and step.starts.tolist() == [2, 7]
     assert step.kv_indptr.tolist() == [0, 2, 4] and step.kv_indices.tolist() == [5, 6, 9, 3]
-    assert (step.num_rows, step.num_tokens) == (2, 6)
+    assert (step.num_chunks, step.num_tokens) == (2, 6)
     assert step.token_ids.dtype == step.positions.dtype == step.writes.slots.dtype == torch.int64
     assert step.kv_indices.dtype == step.qo_indptr.dtype == np.int32
 
@@ -104,7 +104,9 @@ def batches(draw: st.DrawFn) -> list[Chunk]:
 
 @given(batches(), st.booleans())
 def test_a_step_is_its_chunks_one_after_the_other(chunks: list[Chunk], by_kernels: bool) -> None:
-    step, kept, errors = build_step_inputs(Batch(tuple(chunks)), BOUNDS, CPU, kernels_in_use() if by_kernels else None)
+    step, kept, errors = build_step_inputs(
+        Batch(tuple(chunks)), BOUNDS, CPU, kernel_library_in_use() if by_kernels else None
+    )
     assert step is not None and kept == list(range(len(chunks))) and errors == {}
     written: list[tuple[int, int]] = []
     for index, one in enumerate(chunks):
@@ -145,7 +147,7 @@ def test_decodes_are_packed_in_one_call_as_with_numpy(size: int, monkeypatch: py
         found, known = getattr(step, name), getattr(expected, name)
         assert found.tolist() == known.tolist() and found.dtype == known.dtype, name
     assert step.writes.slots.tolist() == expected.writes.slots.tolist() == step.writes.loose_slots.tolist()
-    assert step.writes[1:4] == expected.writes[1:4] and step.end == expected.end == 32
+    assert step.writes[1:4] == expected.writes[1:4] and step.max_end_position == expected.max_end_position == 32
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from cgroup_tree import machine, v2_group
 
 from headstart.core.errors import ConfigError
-from headstart.model.setup.threads import available_cores, choose_num_threads
+from headstart.model.setup.threads import available_cores, configure_num_threads
 
 
 @pytest.fixture
@@ -33,21 +33,21 @@ def test_real_machine_never_grants_more_cores_than_it_has() -> None:
 
 def test_sets_openmp_variables_where_the_user_has_not() -> None:
     environ: dict[str, str] = {}
-    assert choose_num_threads(3, environ=environ) == 3
+    assert configure_num_threads(3, environ=environ) == 3
     assert environ["OMP_NUM_THREADS"] == environ["MKL_NUM_THREADS"] == "3"
     assert environ["GOMP_SPINCOUNT"] == "1000"
 
 
 def test_users_settings_stand() -> None:
     environ = {"GOMP_SPINCOUNT": "5", "OMP_NUM_THREADS": "2"}
-    assert choose_num_threads(environ=environ) == 2
-    assert choose_num_threads(7, environ=environ) == 7  # said to us, which is later and nearer
+    assert configure_num_threads(environ=environ) == 2
+    assert configure_num_threads(7, environ=environ) == 7  # said to us, which is later and nearer
     assert environ["GOMP_SPINCOUNT"] == "5"
     assert environ["OMP_NUM_THREADS"] == "2"
 
 
 def test_default_is_every_core_granted() -> None:
-    assert choose_num_threads(environ={}) == available_cores()
+    assert configure_num_threads(environ={}) == available_cores()
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_default_is_every_core_granted() -> None:
 )
 def test_bad_numbers_are_refused(threads: int, variable: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        choose_num_threads(threads, environ={"OMP_NUM_THREADS": variable})
+        configure_num_threads(threads, environ={"OMP_NUM_THREADS": variable})
 
 
 def test_module_does_not_import_torch() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from headstart.core.errors import ConfigError
-from headstart.model.transformers_model import TransformersModel, attention_function
+from headstart.model.transformers_model import TransformersModel, compute_layer_attention
 from headstart.model.weights.model_loader import load_model, resolve_device, resolve_dtype
 
 # config class, its settings, and what the refusal must say beside the architecture
@@ -113,7 +113,9 @@ def call(**keywords: Any) -> dict[str, object]:
         asked.update(form)
         return queries
 
-    attention_function(module, heads, heads, heads, keywords.pop("mask", None), headstart_attend=attend, **keywords)
+    compute_layer_attention(
+        module, heads, heads, heads, keywords.pop("mask", None), headstart_attend=attend, **keywords
+    )
     return asked
 
 

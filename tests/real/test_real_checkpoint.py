@@ -69,7 +69,7 @@ def test_conversations_are_different_in_length_and_share_beginnings(oracle_token
 def test_chat_template_and_tokens_equal_transformers(smollm2: Path, oracle_tokenizer: Any) -> None:
     tokenizer = Tokenizer.from_folder(smollm2)
     for chat in chats():
-        text = tokenizer.render_chat(chat)
+        text = tokenizer.render_chat_text(chat)
         assert text == oracle_tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         assert tokenizer.encode(text, add_special_tokens=False).tolist() == prompt_of(oracle_tokenizer, chat)
         for message in chat:

@@ -14,7 +14,7 @@ from headstart.openai.tokenizer.tokenizer import Tokenizer
 pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(7200),
-    pytest.mark.skipif(library.kernels_in_use() is None, reason="no compiled kernels here"),
+    pytest.mark.skipif(library.kernel_library_in_use() is None, reason="no compiled kernels here"),
 ]
 LONGEST = 600  # tokens
 

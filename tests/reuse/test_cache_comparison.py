@@ -157,7 +157,7 @@ def test_what_was_really_cached_decides_about_a_continued_prompt(
 
 def test_a_changed_prompt_that_another_request_had_cached_is_a_hit() -> None:
     found = compare(([RULES, ASKED], params()), ([{**RULES, "content": "x" + RULES["content"]}, ASKED], params()))
-    assert CacheDiagnosis(found, 16, num_cached=found.num_tokens // 16 * 16, num_evicted=0).is_hit
+    assert CacheDiagnosis(found, 16, num_cached=found.num_tokens // 16 * 16, num_evicted=0).is_full_hit
 
 
 def test_common_tokens_are_exact_at_the_end_and_never_too_many() -> None:
@@ -177,11 +177,11 @@ def test_fingerprints_are_found_by_their_tenant_only_and_bounded() -> None:
     shape = chat_source_hashes([RULES, ASKED], params(), b"")
     kept = fingerprint_prompt(shape, ids([RULES, ASKED]))
     memory.put("ann", "resp_1", kept)
-    assert memory.find("ann", ["resp_1"])[0] is kept and memory.find("bob", ["resp_1"])[0] is None
+    assert memory.find_values("ann", ["resp_1"])[0] is kept and memory.find_values("bob", ["resp_1"])[0] is None
     for number in range(200):
         memory.put("ann", f"resp_{number}", kept)
     assert memory.num_bytes <= 32 * 1024 and 5 < len(memory) < 200
-    assert memory.find("ann", ["resp_199"])[0] is kept and memory.find("ann", ["resp_1"])[0] is None
+    assert memory.find_values("ann", ["resp_199"])[0] is kept and memory.find_values("ann", ["resp_1"])[0] is None
 
 
 def test_a_fingerprint_holds_no_text_and_no_tokens() -> None:

@@ -49,7 +49,7 @@ def test_timestamp_costs_the_text_behind_it() -> None:
     assert [one.cause for one in found.causes] == ["timestamp"] and cost["requests"] == 2
     assert abs(cost["tokens_per_request"] - len(RULES) // 4) <= 16
     assert cost["example"]["field"] == "messages[0].content" and 6 <= cost["example"]["character"] <= 22
-    assert found.avoidable_tokens == pytest.approx(2 * len(RULES) / 4, rel=0.2) and found.redundancy > 2
+    assert found.avoidable_tokens == pytest.approx(2 * len(RULES) / 4, rel=0.2) and found.redundancy_factor > 2
 
 
 def test_same_text_behind_the_timestamp_of_one_request_only_is_no_loss() -> None:
@@ -57,7 +57,7 @@ def test_same_text_behind_the_timestamp_of_one_request_only_is_no_loss() -> None
         "messages": [{"role": "system", "content": f"It is 2026-11-23.\n{RULES}"}, {"role": "user", "content": "Hi"}]
     }
     found = report([one, one])
-    assert not found.causes and found.reused_tokens > 0 and found.redundancy == 1.0
+    assert not found.causes and found.reused_tokens > 0 and found.redundancy_factor == 1.0
 
 
 def test_reasoning_that_the_answer_had_is_missed() -> None:
@@ -131,7 +131,7 @@ TEXTS = st.lists(
 @given(TEXTS.map("".join), TEXTS.map("".join))
 def test_equal_text_is_never_longer_than_the_text(this: str, that: str) -> None:
     found = text_changes(this, that)
-    assert 0 <= found.num_before <= len(this) + 1 and found.num_same_chars <= len(this) + 1
+    assert 0 <= found.num_before <= len(this) + 1 and found.total_same_chars <= len(this) + 1
     assert all(change.num_same >= 0 and change.kind in {*CAUSES, "other"} for change in found.changes)
     assert bool(found.changes) == (this != that)
 

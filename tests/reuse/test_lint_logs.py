@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.cli.main import main
-from headstart.openai.canonical.nonces import nonce_rule_of_line
+from headstart.openai.canonical.nonces import nonce_rule_of_prompt_line
 from headstart.reuse.log_report import find_costly_differences, id_trace_report, lint_report
 from headstart.reuse.logged_prompt import (
     CUT,
@@ -298,7 +298,7 @@ def test_the_rule_that_mends_is_named(line: str, rule: str, tmp_path: Path, caps
 
 def test_the_diagnosis_of_one_request_names_the_rule_for_a_block_of_its_own() -> None:
     this, that = parse_log([billed(4001), billed(3992)]).prompts
-    found = find_costly_differences(this, [that], nonce_rule_of_line)
+    found = find_costly_differences(this, [that], nonce_rule_of_prompt_line)
     assert found and all(one.rule == "billing_header" for one in found)
     assert "tokens: --prompt-rule billing_header, on the server" in found[0].text
     assert not find_costly_differences(this, [that])[0].rule

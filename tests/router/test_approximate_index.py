@@ -33,7 +33,7 @@ class RealCache:
         return len(found)
 
     def flush(self) -> None:
-        self.pool.clear()
+        self.pool.clear_published()
 
 
 def serve(shadow: ApproximateIndex, chain: list[BlockHash], real: RealCache | None = None) -> tuple[int, int]:
@@ -176,25 +176,25 @@ def test_a_missing_block_says_how_much_the_cache_really_holds() -> None:
         for number in range(96):
             serve(shadow, names(number), real)
         serve(shadow, names(95 - turn), real)
-    assert 32 <= shadow.capacity <= 96
+    assert 32 <= shadow.estimated_capacity <= 96
 
 
 def test_a_block_that_was_there_against_belief_makes_a_shadow_grow() -> None:
     shadow = ApproximateIndex()
-    assert shadow.capacity == UNKNOWN_BLOCKS
+    assert shadow.estimated_capacity == UNKNOWN_BLOCKS
     shadow._blocks.resize(16)
     serve_all(shadow, (names(number) for number in range(20)))
     hold = shadow.record_sent(names(0))
     assert hold.hit == 0
     shadow.on_hit_reported(hold, 1)
-    assert shadow.capacity == 18
+    assert shadow.estimated_capacity == 18
 
 
 def test_a_prefix_it_never_heard_of_says_nothing_about_its_size() -> None:
     shadow = ApproximateIndex()
     hold = shadow.record_sent(names(1))
     shadow.on_hit_reported(hold, 1)
-    assert shadow.capacity == UNKNOWN_BLOCKS
+    assert shadow.estimated_capacity == UNKNOWN_BLOCKS
 
 
 def test_an_emptied_cache_is_noticed_by_one_request() -> None:
@@ -205,7 +205,7 @@ def test_an_emptied_cache_is_noticed_by_one_request() -> None:
     shadow.on_hit_reported(hold, 0)
     assert shadow.num_flushes == 1
     assert [shadow.num_cached_prefix_blocks(names(number)) for number in range(9)] == [0] * 9
-    assert shadow.num_cached_prefix_blocks(names(9, 109)) == 2 and shadow.capacity == 64
+    assert shadow.num_cached_prefix_blocks(names(9, 109)) == 2 and shadow.estimated_capacity == 64
     shadow.record_finished(hold, names(9, 109))
     shadow.check()
 
@@ -230,7 +230,7 @@ def test_blocks_that_the_request_computes_itself_do_not_speak_against_a_flush() 
     hold = shadow.record_sent(chain)
     shadow.record_prefilled(hold)
     shadow.on_hit_reported(hold, 0)
-    assert (shadow.num_flushes, shadow.num_trims, shadow.capacity) == (1, 0, 16)
+    assert (shadow.num_flushes, shadow.num_trims, shadow.estimated_capacity) == (1, 0, 16)
 
 
 def test_a_chain_of_which_most_is_there_was_not_emptied() -> None:
@@ -266,7 +266,9 @@ def test_a_guessed_size_is_replaced_at_once_and_a_reported_one_slowly() -> None:
         shadow.record_prefilled(hold)
         shadow.on_hit_reported(hold, 0)
         kept = 4599
-        assert shadow.capacity == (UNKNOWN_BLOCKS - 4 if told else UNKNOWN_BLOCKS - (UNKNOWN_BLOCKS - kept) // 2)
+        assert shadow.estimated_capacity == (
+            UNKNOWN_BLOCKS - 4 if told else UNKNOWN_BLOCKS - (UNKNOWN_BLOCKS - kept) // 2
+        )
 
 
 def test_a_chain_for_which_there_never_was_room_makes_it_grow_by_all_of_it() -> None:
@@ -278,7 +280,7 @@ def test_a_chain_for_which_there_never_was_room_makes_it_grow_by_all_of_it() -> 
     hold = shadow.record_sent(chain)
     shadow.record_prefilled(hold)
     shadow.on_hit_reported(hold, 40)
-    assert shadow.capacity == 40
+    assert shadow.estimated_capacity == 40
     shadow.record_finished(hold, chain)
     assert shadow.num_cached_prefix_blocks(chain) == 40
     shadow.check()
@@ -294,10 +296,10 @@ def test_a_block_that_went_in_a_flush_and_is_there_says_that_the_cache_is_small(
         shadow.on_hit_reported(hold, int(cached))
         shadow.record_finished(hold, hold.block_hashes)
     assert shadow.num_flushes == 1
-    assert shadow.capacity == ((256 + 29) // 2 if is_there else 256)
+    assert shadow.estimated_capacity == ((256 + 29) // 2 if is_there else 256)
     hold = shadow.record_sent(names(31))
     shadow.on_hit_reported(hold, 1)  # that is settled
-    assert shadow.capacity == ((256 + 29) // 2 if is_there else 256)
+    assert shadow.estimated_capacity == ((256 + 29) // 2 if is_there else 256)
 
 
 def test_a_report_that_is_off_by_little_moves_little() -> None:
@@ -307,7 +309,7 @@ def test_a_report_that_is_off_by_little_moves_little() -> None:
     hold = shadow.record_sent(chain)
     shadow.record_prefilled(hold)
     shadow.on_hit_reported(hold, 19)
-    assert shadow.num_trims == 1 and shadow.capacity == 64 - 4
+    assert shadow.num_trims == 1 and shadow.estimated_capacity == 64 - 4
     there = [shadow.num_cached_prefix_blocks(names(number)) for number in range(100, 120)]
     assert there == [0] * 4 + [1] * 16
 
@@ -408,40 +410,44 @@ def test_whatever_happens_a_block_is_there_only_with_all_before_it(
             full = names(first, *chain)
             contains = [shadow._blocks.pool.contains(name) for name in full]
             assert shadow.num_cached_prefix_blocks(full) == sum(1 for _ in takewhile(bool, contains)) == sum(contains)
-        assert shadow.num_unclaimed_blocks <= shadow.capacity
+        assert shadow.num_unreserved_blocks <= shadow.estimated_capacity
     for hold in under_way:
         shadow.record_finished(hold, hold.block_hashes)
-    assert shadow.num_unclaimed_blocks == shadow.capacity, "nothing is in flight"
+    assert shadow.num_unreserved_blocks == shadow.estimated_capacity, "nothing is in flight"
 
 
 def test_blocks_that_requests_in_flight_hold_or_wait_for_are_claimed() -> None:
     shadow = ApproximateIndex(4)
     first = shadow.record_sent(names(1, 2, 3))
-    assert shadow.num_unclaimed_blocks == 1
+    assert shadow.num_unreserved_blocks == 1
     second = shadow.record_sent(names(1, 2, 5, 6))  # shares two blocks, and has space for one
-    assert shadow.num_unclaimed_blocks == -1
+    assert shadow.num_unreserved_blocks == -1
     shadow.record_finished(first, names(1, 2, 3))
     shadow.record_prefilled(second)
-    assert shadow.num_unclaimed_blocks == 0
+    assert shadow.num_unreserved_blocks == 0
     shadow.record_finished(second, names(1, 2, 5, 6))
-    assert shadow.num_unclaimed_blocks == 4
-    assert ApproximateIndex().num_unclaimed_blocks == inf, "its size is not known"
+    assert shadow.num_unreserved_blocks == 4
+    assert ApproximateIndex().num_unreserved_blocks == inf, "its size is not known"
 
 
 def test_new_blocks_cost_nothing_while_there_is_room() -> None:
     shadow = ApproximateIndex(8)
     serve_all(shadow, [names(1, 2), names(1, 2, 3), names(1, 2, 4)])
-    assert shadow.expected_lost_blocks(4) == 0.0
-    assert shadow.expected_lost_blocks(5) > 0.0
+    assert shadow.expected_evicted_reusable_blocks(4) == 0.0
+    assert shadow.expected_evicted_reusable_blocks(5) > 0.0
 
 
 def test_what_is_used_again_and_again_is_a_loss_and_what_was_used_once_hardly() -> None:
     hot, cold = ApproximateIndex(6), ApproximateIndex(6)
     serve_all(hot, [names(1, 2), names(3, 4), names(1, 2), names(3, 4), names(1, 2), names(5, 6), names(3, 4)])
     serve_all(cold, [names(2 * i, 2 * i + 1) for i in range(8)])
-    assert cold.expected_lost_blocks(4) == 0.0  # nothing came back so far
-    assert 1.0 < hot.expected_lost_blocks(4) <= 4.0
-    assert hot.expected_lost_blocks(2) < hot.expected_lost_blocks(4) <= hot.expected_lost_blocks(6)
+    assert cold.expected_evicted_reusable_blocks(4) == 0.0  # nothing came back so far
+    assert 1.0 < hot.expected_evicted_reusable_blocks(4) <= 4.0
+    assert (
+        hot.expected_evicted_reusable_blocks(2)
+        < hot.expected_evicted_reusable_blocks(4)
+        <= hot.expected_evicted_reusable_blocks(6)
+    )
 
 
 def test_a_burst_that_is_over_is_a_smaller_loss_than_a_prefix_that_came_as_often_at_its_pace() -> None:
@@ -449,7 +455,7 @@ def test_a_burst_that_is_over_is_a_smaller_loss_than_a_prefix_that_came_as_often
     for i in range(20):
         serve(paced, names(1, 2) if i % 5 == 0 else names(10 + i))
         serve(burst, names(1, 2) if i < 4 else names(10 + i))
-    now_evicts = [shadow.expected_lost_blocks(32 - len(shadow) + 18) for shadow in (paced, burst)]
+    now_evicts = [shadow.expected_evicted_reusable_blocks(32 - len(shadow) + 18) for shadow in (paced, burst)]
     assert now_evicts[1] < now_evicts[0]
 
 
@@ -457,8 +463,8 @@ def test_a_burst_that_is_over_is_a_smaller_loss_than_a_prefix_that_came_as_often
 def test_a_loss_is_never_more_than_what_goes(chains: list[list[int]], num: int) -> None:
     shadow = ApproximateIndex(8)
     serve_all(shadow, [names(*chain) for chain in chains])
-    assert 0.0 <= shadow.expected_lost_blocks(num) <= max(num - (8 - len(shadow)), 0) + 1e-9
-    assert shadow.expected_lost_blocks(num) <= 8
+    assert 0.0 <= shadow.expected_evicted_reusable_blocks(num) <= max(num - (8 - len(shadow)), 0) + 1e-9
+    assert shadow.expected_evicted_reusable_blocks(num) <= 8
 
 
 @given(
@@ -491,9 +497,9 @@ def test_a_loss_that_was_worked_out_before_is_no_other_than_a_new_one(
                 shadow.record_finished(hold, hold.block_hashes)
             else:
                 shadow.record_failed(hold)
-        known = [shadow.expected_lost_blocks(count) for count in range(12)]
+        known = [shadow.expected_evicted_reusable_blocks(count) for count in range(12)]
         shadow._blocks._worth = None
-        assert [shadow.expected_lost_blocks(count) for count in range(12)] == known
+        assert [shadow.expected_evicted_reusable_blocks(count) for count in range(12)] == known
 
 
 @given(
@@ -504,6 +510,6 @@ def test_a_loss_does_not_depend_on_the_losses_asked_before(chains: list[list[int
     for shadow in (asked, *fresh):
         for chain in chains:
             serve(shadow, names(*chain))
-    assert [asked.expected_lost_blocks(size) for size in sizes] == [
-        one.expected_lost_blocks(size) for one, size in zip(fresh, sizes, strict=True)
+    assert [asked.expected_evicted_reusable_blocks(size) for size in sizes] == [
+        one.expected_evicted_reusable_blocks(size) for one, size in zip(fresh, sizes, strict=True)
     ]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from router.fleets import BLOCK, ask, names
 
 from headstart.core.cache.hashing import BlockHash
-from headstart.model.kernels.build import BuildError, find_compiler
+from headstart.model.kernels.build import BuildError, find_cxx_compiler
 from headstart.model.kernels.compiled_pool import compiled_pool_factory
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
@@ -29,7 +29,7 @@ def test_there_are_compiled_pools_wherever_there_is_a_compiler() -> None:
     if os.environ.get("HEADSTART_KERNELS") == "none":
         pytest.skip("there are to be no kernels")
     try:
-        assert find_compiler(os.environ) and POOLS is not None
+        assert find_cxx_compiler(os.environ) and POOLS is not None
     except BuildError:
         assert POOLS is None
 
@@ -60,14 +60,14 @@ class Twins:
         one, other = self.indexes
         for index in self.indexes:
             index.check()
-        assert one.describe() == other.describe() and one.num_unclaimed_blocks == other.num_unclaimed_blocks
+        assert one.describe() == other.describe() and one.num_unreserved_blocks == other.num_unreserved_blocks
         for chain in chains:
             near = rng.randrange(len(chain) + 1)
             assert one.num_cached_prefix_blocks(chain, near=near) == other.num_cached_prefix_blocks(chain)
-            assert one.count_held_and_prefix(chain) == other.count_held_and_prefix(chain)
+            assert one.count_held_and_held_prefix(chain) == other.count_held_and_held_prefix(chain)
             assert all((block in one) == (block in other) for block in chain)
         for num in (1, 3, 70):
-            assert one.expected_lost_blocks(num) == other.expected_lost_blocks(num)
+            assert one.expected_evicted_reusable_blocks(num) == other.expected_evicted_reusable_blocks(num)
 
 
 @needs_pools
@@ -84,7 +84,7 @@ def test_an_index_on_compiled_pools_equals_one_in_python(seed: int, policy: str,
         if act < 0.45 or not under_way:
             under_way.append(twins.record_sent(rng.choice(chains)))
         elif act < 0.55:
-            twins.call("record_computed", rng.choice(under_way))
+            twins.call("record_prefilled", rng.choice(under_way))
         elif act < 0.7:
             chosen = rng.choice(under_way)
             twins.call("on_hit_reported", chosen, rng.randrange(len(chosen[0].block_hashes) + 1))
@@ -165,7 +165,7 @@ def test_fleets_on_compiled_pools_decide_as_those_in_python(seed: int) -> None:
             under_way.append(sent)
         else:
             done = under_way.pop(rng.randrange(len(under_way)))
-            usage = rng.choice((None, ReportedTokenUsage(done[0].view.prompt_tokens or 1, rng.randrange(20))))
+            usage = rng.choice((None, ReportedTokenUsage(done[0].view.num_prompt_tokens or 1, rng.randrange(20))))
             if rng.random() < 0.85:
                 for router, one in zip(routers, done, strict=True):
                     router.record_finished(one, now, usage)

@@ -71,7 +71,7 @@ def test_only_replicas_that_may_have_the_first_block_are_asked() -> None:
 
     def noting(name: str, index: ApproximateIndex) -> None:
         match = index.num_cached_prefix_blocks
-        index.match = lambda *args: asked.append(name) or match(*args)  # type: ignore[method-assign]
+        index.num_cached_prefix_blocks = lambda *args: asked.append(name) or match(*args)  # type: ignore[method-assign]
 
     router.record_sent(router.pick(ask(1, 2), 0.0), 0.0, "r1")
     for name, one in router.endpoints.items():
@@ -88,7 +88,7 @@ def test_an_index_that_was_filled_before_it_was_added_is_asked_only_for_what_it_
     for number, index in enumerate((guess, told)):
         router.add(Endpoint(f"r{number}", index, block_size=BLOCK))
         match = index.num_cached_prefix_blocks
-        index.match = lambda *args, n=number, match=match: asked.append(f"r{n}") or match(*args)  # type: ignore
+        index.num_cached_prefix_blocks = lambda *args, n=number, match=match: asked.append(f"r{n}") or match(*args)  # type: ignore
     for blocks, hits, names_asked in (((1, 2, 5), [2, 0], ["r0"]), ((3, 4), [0, 2], ["r1"]), ((5, 6), [0, 0], [])):
         asked.clear()
         assert [c.hit_blocks for c in router.pick(ask(*blocks), 1.0).view.candidates] == hits and asked == names_asked

@@ -168,15 +168,15 @@ def test_an_index_that_outgrows_its_bound_starts_anew() -> None:
 def test_silence_is_noticed_and_ends_with_the_first_event_of_use() -> None:
     told = new()
     for number in range(SILENCE):
-        assert not told.lacks_usable_events
+        assert not told.relies_on_unusable_events
         told.record_finished(told.record_sent(names(number), 0.0), names(number), 0.0)
-    assert told.lacks_usable_events
+    assert told.relies_on_unusable_events
     told.apply([stored("b", 2, parent="a")])
-    assert told.lacks_usable_events
+    assert told.relies_on_unusable_events
     for event in (stored("a", 1), BlockStored((BlockHash(b"a"),), None, array("i"), 0)):  # the second: another copy
         told.silence = SILENCE
         told.apply([event])
-        assert not told.lacks_usable_events and told.silence == 0
+        assert not told.relies_on_unusable_events and told.silence == 0
 
 
 def test_requests_that_store_nothing_are_not_silence() -> None:
@@ -184,7 +184,7 @@ def test_requests_that_store_nothing_are_not_silence() -> None:
     told.apply([stored("a", 1)])
     for _ in range(2 * SILENCE):
         told.record_finished(told.record_sent(names(1), 0.0), names(1), 0.0)
-    assert not told.lacks_usable_events
+    assert not told.relies_on_unusable_events
 
 
 def run_engine(seed: int, sink: Callable[[list[Event]], None]) -> Engine:
@@ -222,7 +222,7 @@ def as_the_engine_names() -> KVEventIndex:
 def test_after_any_run_the_index_is_the_engines(seed: int) -> None:
     told = as_the_engine_names()
     engine = run_engine(seed, told.apply)
-    assert engine.scheduler.pool.num_evictions > 0
+    assert engine.scheduler.pool.num_capacity_evictions > 0
     assert set(told._uses) == engine_names(engine)
     assert told.counts["unknown_parents"] == 0
     told.check()
@@ -268,17 +268,17 @@ def test_events_lost_for_good_never_make_it_believe_what_is_not_so(seed: int, lo
 def test_a_guess_is_kept_beside_what_is_told_and_says_what_goes_next() -> None:
     guess = ApproximateIndex(4)
     told = KVEventIndex(BLOCK, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain), guess)
-    assert new().expected_lost_blocks(4) == 0.0
+    assert new().expected_evicted_reusable_blocks(4) == 0.0
     for _ in range(2):
         hold = told.record_sent(names(1, 2, 3, 4), 0.0)
         told.record_prefilled(hold, 0.0)
         told.record_finished(hold, hold.block_hashes, 0.0)
         told.on_hit_reported(hold, 4, 0.0)
-    assert len(guess) == 4 and told.expected_lost_blocks(2) == guess.expected_lost_blocks(2) > 0
+    assert len(guess) == 4 and told.expected_evicted_reusable_blocks(2) == guess.expected_evicted_reusable_blocks(2) > 0
     assert len(told) == 0, "of events nothing was heard yet"
     failing = told.record_sent(names(5), 0.0)
     told.record_failed(failing)
     guess.check()
     assert guess.num_cached_prefix_blocks(names(5)) == 0
     told.apply([stored("abcd", 1, 2, 3, 4), AllBlocksCleared()])
-    assert len(guess) == 0 and told.expected_lost_blocks(2) == 0.0
+    assert len(guess) == 0 and told.expected_evicted_reusable_blocks(2) == 0.0

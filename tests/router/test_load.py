@@ -27,7 +27,7 @@ def test_the_backlog_is_the_work_of_those_without_a_first_token() -> None:
     assert endpoint.backlog_ms(0.0) == pytest.approx(150.0)
     load.record_first_token(one, 0.1)
     assert endpoint.backlog_ms(0.1) == pytest.approx(50.0)
-    assert (load.num_pending, load.num_streams, load.num_requests) == (1, 1, 2)
+    assert (load.num_awaiting_first_token, load.num_streams, load.num_requests) == (1, 1, 2)
 
 
 def test_work_is_done_meanwhile_but_no_more_than_that_of_the_head_of_the_line() -> None:
@@ -76,7 +76,7 @@ def test_a_request_that_failed_makes_its_busy_period_no_sample() -> None:
     load.record_finished(one, 5.0)
     load.record_first_token(two, 5.1)
     load.correct_prefill_work(two, two.work)
-    assert load.learner.num_samples == 0 and load.learner.slowdown(load.pace, 5.1) == 1.0
+    assert load.learner.num_samples == 0 and load.learner.slowdown_versus_fleet(load.pace, 5.1) == 1.0
 
 
 def test_a_first_token_that_was_not_seen_teaches_nothing() -> None:
@@ -86,7 +86,7 @@ def test_a_first_token_that_was_not_seen_teaches_nothing() -> None:
     load.record_first_token(one, 60.0, is_assumed=True)
     load.correct_prefill_work(one, one.work)
     load.record_finished(one, 120.0, 50)
-    assert load.learner.num_samples == 0 and load.learner.slowdown(load.pace, 120.0) == 1.0
+    assert load.learner.num_samples == 0 and load.learner.slowdown_versus_fleet(load.pace, 120.0) == 1.0
 
 
 def test_a_decode_is_a_sample_of_as_many_steps_as_it_has_tokens() -> None:
@@ -106,8 +106,8 @@ def test_a_decode_is_a_sample_of_as_many_steps_as_it_has_tokens() -> None:
 def test_one_that_is_late_makes_its_replica_slower_before_anything_was_learned() -> None:
     endpoint, load = new()
     load.record_sent(flight(100), 0.0, 0)
-    assert endpoint.slowdown(0.2) == 1.0
-    assert endpoint.slowdown(2.0) == pytest.approx(10.0)
+    assert endpoint.slowdown_versus_fleet(0.2) == 1.0
+    assert endpoint.slowdown_versus_fleet(2.0) == pytest.approx(10.0)
 
 
 def test_who_waits_behind_others_is_not_late() -> None:
@@ -116,7 +116,7 @@ def test_who_waits_behind_others_is_not_late() -> None:
     for one in flights:
         load.record_sent(one, 0.0, 0)
     for index, one in enumerate(flights):
-        assert endpoint.slowdown(index + 0.99) == 1.0
+        assert endpoint.slowdown_versus_fleet(index + 0.99) == 1.0
         load.record_first_token(one, index + 1.0)
 
 
@@ -124,7 +124,7 @@ def test_who_shares_a_step_with_others_is_not_late() -> None:
     endpoint, load = new()
     for _ in range(5):
         load.record_sent(flight(1000), 0.0, 0)
-    assert endpoint.slowdown(4.99) == 1.0
+    assert endpoint.slowdown_versus_fleet(4.99) == 1.0
 
 
 @pytest.mark.parametrize("answered", [False, True])
@@ -164,6 +164,8 @@ def test_whatever_order_things_happen_in_the_counts_are_of_what_is_in_flight(
             load.record_finished(one, now, tokens % 50)
         assert load.pending_tokens == sum(one.work.tokens for one in pending)
         assert load.pending_pairs == pytest.approx(sum(one.work.pairs for one in pending))
-        assert (load.num_pending, load.num_streams) == (len(pending), len(streams))
+        assert (load.num_awaiting_first_token, load.num_streams) == (len(pending), len(streams))
         assert load.stream_tokens == sum(one.prompt_tokens for one in streams)
-        assert 0.0 <= endpoint.backlog_ms(now) < float("inf") and 1.0 <= endpoint.slowdown(now) < float("inf")
+        assert 0.0 <= endpoint.backlog_ms(now) < float("inf") and 1.0 <= endpoint.slowdown_versus_fleet(now) < float(
+            "inf"
+        )

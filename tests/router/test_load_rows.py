@@ -28,23 +28,23 @@ def test_rows_are_those_of_all_loads_after_any_changes_and_for_any_subset() -> N
             load.value = rng.random()
             rows.mark_changed(load)
         asked = rng.choice([loads, loads, loads[1:], loads[:1], loads[::-1]])
-        assert rows.of(asked).tolist() == [[load.value, -load.value] for load in asked]
+        assert rows.rows_for_loads(asked).tolist() == [[load.value, -load.value] for load in asked]
 
 
 def test_only_changed_rows_are_read_again() -> None:
     rows, loads = LoadRowCache(), [Counted(1.0) for _ in range(5)]
-    rows.of(loads)
+    rows.rows_for_loads(loads)
     loads[3].value = 2.0
     rows.mark_changed(loads[3])
-    assert rows.of(loads)[3, 0] == 2.0
+    assert rows.rows_for_loads(loads)[3, 0] == 2.0
     assert [load.num_reads for load in loads] == [1, 1, 1, 2, 1]
 
 
 def test_loads_of_removed_replicas_do_not_accumulate() -> None:
     rows, loads = LoadRowCache(), [Counted(1.0) for _ in range(2)]
-    rows.of(loads)
+    rows.rows_for_loads(loads)
     loads[0].value = 3.0
     rows.mark_changed(loads[0])
     for _ in range(MAX_CHANGED):
         rows.mark_changed(Counted(0.0))
-    assert np.array_equal(rows.of(loads), [[3.0, -3.0], [1.0, -1.0]])
+    assert np.array_equal(rows.rows_for_loads(loads), [[3.0, -3.0], [1.0, -1.0]])

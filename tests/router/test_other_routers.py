@@ -13,7 +13,7 @@ from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.kv_event_index import KVEventIndex
 from headstart.router.load import MAX_AGE
 from headstart.router.policies.cost import COUNTED, CountedPrompt, LeastCostPolicy, PromptBeginnings
-from headstart.router.rate_learner import LEAST_SHARE, OtherRoutersLoad
+from headstart.router.rate_learner import LEAST_SHARE, OtherRoutersShare
 from headstart.router.router import Router
 from headstart.router.routing_request import RoutingRequest
 from headstart.router.step_rates import StepRates
@@ -60,7 +60,7 @@ def test_a_prompt_is_sent_where_every_router_would() -> None:
     homes = {chat: serve(seen, turn_of(chat, 6)).endpoint.name for chat in range(8)}
     assert [late.pick(turn_of(chat, 9), 9.0).endpoint.name for chat in range(8)] == list(homes.values())
     pick = late.pick(turn_of(0, 9), 9.0)
-    assert pick.candidate.hit_blocks == 0 and 0 < pick.candidate.hit_tokens < pick.view.prompt_tokens
+    assert pick.candidate.hit_blocks == 0 and 0 < pick.candidate.hit_tokens < pick.view.num_prompt_tokens
     assert unaware.pick(turn_of(0, 9), 9.0).candidate.hit_tokens == 0
 
 
@@ -91,7 +91,9 @@ def test_a_router_alone_decides_as_if_there_were_no_homes(seed: int, count: int,
         router.record_sent(pick, float(number))
         for one in rng.sample(sorted(router.endpoints), 2):  # as they are: all of them are ours
             load = router.endpoints[one].load
-            router.endpoints[one].reported = ReplicaReport(float(number), load.num_pending, load.num_streams)
+            router.endpoints[one].reported = ReplicaReport(
+                float(number), load.num_awaiting_first_token, load.num_streams
+            )
     assert share_of(router) == 0.0
 
 
@@ -103,7 +105,7 @@ def test_a_simulated_router_alone_sees_no_other_and_one_of_several_does(seed: in
     alone.run(asked)
     check_conservation(alone, asked)
     assert share_of(alone.routers[0]) == 0.0
-    several = SimulationConfig(profile(64, noise=0.1), 3, "cost", seed, routers=4, options=options).run_workload(asked)
+    several = SimulationConfig(profile(64, noise=0.1), 3, "cost", seed, routers=4, options=options).run_new_fleet(asked)
     check_conservation(several, asked)
     assert all(0.3 < share_of(router) < 1.0 for router in several.routers)
 
@@ -120,7 +122,7 @@ def test_four_routers_find_what_one_finds() -> None:
     cached = {}
     for name, routers, probes in (("one", 1, 2.0), ("four", 4, 2.0), ("four without reports", 4, 0.0)):
         options = FleetOptions(probe_interval=probes)
-        found = SimulationConfig(profile(400), 8, "cost", 0, routers=routers, options=options).run_workload(asked)
+        found = SimulationConfig(profile(400), 8, "cost", 0, routers=routers, options=options).run_new_fleet(asked)
         cached[name] = sum(one.record.cached_tokens for one in found.records)
     assert cached["four"] >= 0.9 * cached["one"]
     assert cached["four without reports"] < 0.75 * cached["one"]
@@ -128,15 +130,15 @@ def test_four_routers_find_what_one_finds() -> None:
 
 def test_answers_of_other_routers_slow_decodes_down_while_the_report_is_fresh() -> None:
     one = Endpoint("r0", ApproximateIndex(64), block_size=BLOCK, prior=StepRates(1.0, 1.0, 0.0, 1.0, 0.0))
-    alone = one.price(9, 0, 1.0)
+    alone = one.prompt_cost(9, 0, 1.0)
     one.reported = ReplicaReport(at=1.0, running=1)
-    assert one.price(9, 0, 1.0) == alone, "one of seventeen is no router"
+    assert one.prompt_cost(9, 0, 1.0) == alone, "one of seventeen is no router"
     one.reported = ReplicaReport(at=1.0, running=30)
-    shared = one.price(9, 0, 1.0)
+    shared = one.prompt_cost(9, 0, 1.0)
     assert shared.prefill == alone.prefill + 30.0, "a step with 30 more streams"
     assert shared.decode > 30 * alone.decode
-    assert one.price(9, 0, 1.0 + MAX_AGE) == shared
-    assert one.price(9, 0, 1.1 + MAX_AGE) == alone
+    assert one.prompt_cost(9, 0, 1.0 + MAX_AGE) == shared
+    assert one.prompt_cost(9, 0, 1.1 + MAX_AGE) == alone
 
 
 def test_an_index_of_events_is_believed() -> None:
@@ -162,7 +164,7 @@ def test_an_index_of_events_is_believed() -> None:
 def test_the_beginning_that_counts_is_the_shortest_that_one_replica_can_serve() -> None:
     known = PromptBeginnings()
     for chat in range(40):
-        known.add(CountedPrompt(prompt(1, 2 + chat, tail=0).block_hashes(BLOCK), 8, 4))
+        known.count_prompt(CountedPrompt(prompt(1, 2 + chat, tail=0).block_hashes(BLOCK), 8, 4))
     shared, longer = prompt(1, 2, tail=0).block_hashes(BLOCK)
     new = prompt(7, tail=0).block_hashes(BLOCK)[0]
     assert known.affinity_key([new, longer], 4) == new
@@ -179,7 +181,7 @@ def test_a_busy_chat_has_one_home_however_long_it_becomes() -> None:
         block_hashes = prompt(*range(turn), tail=0).block_hashes(BLOCK)
         hashes = [block_hashes[(1 << power) - 1] for power in range(turn.bit_length())]
         keys.add(known.affinity_key(hashes, 8))
-        known.add(CountedPrompt(hashes, BLOCK * turn, 0))
+        known.count_prompt(CountedPrompt(hashes, BLOCK * turn, 0))
     assert keys == {prompt(0, tail=0).block_hashes(BLOCK)[0]}
 
 
@@ -187,35 +189,35 @@ def test_a_busy_chat_has_one_home_however_long_it_becomes() -> None:
 def test_requests_of_long_ago_are_forgotten(count: int) -> None:
     known, (old, new) = PromptBeginnings(), (prompt(block, tail=0).block_hashes(BLOCK)[0] for block in (1, 2))
     for _ in range(10):
-        known.add(CountedPrompt([old], 4, 4))
+        known.count_prompt(CountedPrompt([old], 4, 4))
     for _ in range(count):
-        known.add(CountedPrompt([new], 4, 0))
+        known.count_prompt(CountedPrompt([new], 4, 0))
     assert (known.hit_token_share > 0) == (count <= 2 * COUNTED - 10)
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=200))
 def test_the_share_of_others_is_a_share_and_none_below_its_least(counts: list[tuple[int, int]]) -> None:
-    others = OtherRoutersLoad()
+    others = OtherRoutersShare()
     for own, foreign in counts:
-        others.add_report(own, own + foreign)
+        others.add_replica_report(own, own + foreign)
         assert others.share == 0.0 or LEAST_SHARE <= others.share < 1.0
     if not any(foreign for _, foreign in counts):
         assert others.share == 0.0
 
 
 def test_requests_on_their_way_and_a_single_client_are_no_router() -> None:
-    late = OtherRoutersLoad()
+    late = OtherRoutersShare()
     for _ in range(500):  # a report is older than our count: too few and too many by turns
-        late.add_report(8, 12)
-        late.add_report(12, 8)
+        late.add_replica_report(8, 12)
+        late.add_replica_report(12, 8)
     assert late.share == 0.0
-    client = OtherRoutersLoad()
+    client = OtherRoutersShare()
     for number in range(500):
-        client.add_report(10, 10 + (number % 2))
+        client.add_replica_report(10, 10 + (number % 2))
     assert client.share == 0.0
     for _ in range(500):
-        client.add_report(10, 20)
+        client.add_replica_report(10, 20)
     assert client.share == pytest.approx(0.5, abs=0.01)
     for _ in range(500):
-        client.add_report(10, 10)
+        client.add_replica_report(10, 10)
     assert client.share == 0.0, "the other one has ended"

@@ -11,7 +11,7 @@ from headstart.model.kernels.compiled_pool import compiled_pool_factory
 from headstart.router.endpoint import Endpoint, ReplicaReport
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.policies.cost import LeastCostPolicy
-from headstart.router.pricing import cost_at_each, cost_at_one
+from headstart.router.pricing import cost_at_each, cost_at_replica
 from headstart.router.router import Router
 from headstart.router.routing_decision import RoutedInFlight
 from headstart.router.routing_request import ReportedTokenUsage, RoutingRequest
@@ -40,13 +40,13 @@ def lively(seed: int, count: int, prior: StepRates | None, *, tokens: bool = Tru
         elif act < 0.7:
             one = rng.choice(under_way)
             if tokens and one.first_token is not None:
-                router.record_token(one, now)
+                router.record_later_token(one, now)
             else:
                 router.record_first_token(one, now)
         elif act < 0.95:
             done = under_way.pop(rng.randrange(len(under_way)))
             router.record_finished(
-                done, now, ReportedTokenUsage(done.view.prompt_tokens, 0), num_output=rng.randrange(40)
+                done, now, ReportedTokenUsage(done.view.num_prompt_tokens, 0), num_output=rng.randrange(40)
             )
         else:
             replica = router.endpoints[f"r{rng.randrange(count)}"]
@@ -77,7 +77,7 @@ def test_one_price_is_that_of_the_fleet_to_the_last_bit(
             [part.tolist() for part in costs]
         )
     for number, one in enumerate(endpoints):
-        price = cost_at_one(one, prompt_tokens, hits[number], now)
+        price = cost_at_replica(one, prompt_tokens, hits[number], now)
         assert list(map(repr, map(float, price))) == [repr(float(part[number])) for part in costs]
         assert (
             price.expected_ttft_ms == costs.expected_ttft_ms[number]
@@ -115,7 +115,7 @@ def test_a_waiting_prefill_and_a_late_answer_are_priced_alike() -> None:
     router = Router()
     router.add(endpoint("r0"))
     router.record_sent(router.pick(ask(1, 2, 3), 0.0), 0.0)
-    early, late = (cost_at_one(router.endpoints["r0"], 13, 0, now) for now in (0.001, 2.0))
+    early, late = (cost_at_replica(router.endpoints["r0"], 13, 0, now) for now in (0.001, 2.0))
     assert early.backlog == pytest.approx(13.0) and early.factor == 1.0
     assert late.backlog == 0.0 and late.factor > 10.0
 
@@ -134,7 +134,7 @@ def streaming(step_ms: float) -> tuple[Router, float]:
     now += (step_ms + 1.0) / 1e3
     for _ in range(3):
         now += step_ms / 1e3
-        router.record_token(sent, now)
+        router.record_later_token(sent, now)
     return router, now
 
 
@@ -142,14 +142,14 @@ def test_the_rest_of_a_step_is_counted_from_the_last_token_of_a_stream() -> None
     router, now = streaming(10.0)
     replica = router.endpoints["r0"]
     assert not replica.load.learner.is_unreliable
-    whole, rest = (cost_at_one(replica, 1, 0, now + later).backlog for later in (0.0, 0.008))
+    whole, rest = (cost_at_replica(replica, 1, 0, now + later).backlog for later in (0.0, 0.008))
     assert whole == pytest.approx(replica.load.rates.step, rel=0.2) and whole - rest == pytest.approx(8.0, rel=0.05)
 
 
 def test_a_stream_that_has_been_silent_for_long_is_half_a_step() -> None:
     router, now = streaming(10.0)
     replica = router.endpoints["r0"]
-    assert cost_at_one(replica, 1, 0, now + 1.0).backlog == pytest.approx(replica.load.rates.step / 2, rel=0.05)
+    assert cost_at_replica(replica, 1, 0, now + 1.0).backlog == pytest.approx(replica.load.rates.step / 2, rel=0.05)
 
 
 def queued(router: Router, now: float, *requests: RoutingRequest) -> list[RoutedInFlight]:
@@ -160,12 +160,12 @@ def queued(router: Router, now: float, *requests: RoutingRequest) -> list[Routed
 def test_requests_that_wait_for_each_others_prefixes_take_a_step_each() -> None:
     router, now = streaming(10.0)
     replica = router.endpoints["r0"]
-    before = cost_at_one(replica, 1, 0, now).backlog
+    before = cost_at_replica(replica, 1, 0, now).backlog
     queued(router, now, ask(1, 2), ask(1, 2, 3), ask(1, 2, 3, 4))
-    chained = cost_at_one(replica, 1, 0, now).backlog - before
+    chained = cost_at_replica(replica, 1, 0, now).backlog - before
     router, now = streaming(10.0)
     queued(router, now, ask(1, 2), ask(5, 6), ask(7, 8))
-    apart = cost_at_one(router.endpoints["r0"], 1, 0, now).backlog - before
+    apart = cost_at_replica(router.endpoints["r0"], 1, 0, now).backlog - before
     tokens, step = replica.load.rates.token, replica.load.rates.step
     assert chained == pytest.approx((9 + 5 + 5) * tokens + 3 * step, rel=0.05)
     assert apart == pytest.approx(3 * 9 * tokens + step, rel=0.05)
@@ -180,7 +180,7 @@ def test_where_a_prefix_is_computed_and_used_in_one_step_no_wait_is_expected() -
         for one in (first, second):
             router.record_first_token(one, now)
             router.record_finished(one, now)
-    assert not learner.waits_for_prefix_leader
+    assert not learner.replicas_wait_for_prefix_leader
     queued(router, now, ask(1, 2), ask(1, 2, 3))
     assert router.endpoints["r0"].load.pricing_row[-1] == 0
 
@@ -200,16 +200,16 @@ def test_a_full_cache_costs_the_time_until_answers_have_released_what_is_missing
     load, step = replica.load, replica.load.rates.step
     replica.index = ApproximateIndex(16)  # 64 tokens
     (held,) = queued(router, now, ask(*range(15)))  # 60 of them
-    before = cost_at_one(replica, 13, 0, now)
+    before = cost_at_replica(replica, 13, 0, now)
     assert before.wait > 0.0 and before.backlog >= before.wait
     output, streams = load.learner.mean_output, load.num_streams
     answers = (streams + 1) * output  # one is pending
     missing, claimed = 13 + output + answers - 4, 60 + answers
     assert before.wait == pytest.approx(missing * (streams + 1) * output * step / (claimed * streams), rel=0.01)
-    assert cost_at_one(replica, 40, 0, now).wait > before.wait
+    assert cost_at_replica(replica, 40, 0, now).wait > before.wait
     router.record_first_token(held, now + 0.1)
     router.record_finished(held, now + 0.2)
-    assert cost_at_one(replica, 13, 0, now + 0.2).wait < before.wait
+    assert cost_at_replica(replica, 13, 0, now + 0.2).wait < before.wait
 
 
 def test_a_prefix_in_flight_is_priced_as_cached_plus_what_is_left_of_its_prefill() -> None:
@@ -219,21 +219,23 @@ def test_a_prefix_in_flight_is_priced_as_cached_plus_what_is_left_of_its_prefill
     queued(router, 0.0, ask(1, 2, 3))  # 13 tokens of a millisecond, and a step
     hit = router.pick(ask(1, 2, 3, 4), 0.0).candidate.hit_tokens
     assert hit == 12
-    totals = [cost_at_one(replica, 17, hit, ms / 1e3).expected_ttft_ms for ms in (0.0, 5.0, 10.0)]
+    totals = [cost_at_replica(replica, 17, hit, ms / 1e3).expected_ttft_ms for ms in (0.0, 5.0, 10.0)]
     assert totals == pytest.approx([14.0 + 5.0, 9.0 + 5.0, 4.0 + 5.0])
 
 
 def test_of_answers_that_stand_still_those_count_that_would_not_anywhere() -> None:
     router = Router()
     router.add(endpoint("r0", 64))
-    priced = [cost_at_one(router.endpoints["r0"], 40, 0, 0.0)]
+    priced = [cost_at_replica(router.endpoints["r0"], 40, 0, 0.0)]
     for number in range(3):
         router.record_first_token(queued(router, 0.0, ask(number))[0], 0.0)
-        priced.append(cost_at_one(router.endpoints["r0"], 40, 0, 0.0))
+        priced.append(cost_at_replica(router.endpoints["r0"], 40, 0, 0.0))
     assert {one.prefill for one in priced} == {41.0}
     shares = [0.75 * 41.0 * share for share in (0, 1 / 2, 2 / 3, 3 / 4)]
-    assert [one.stall(0.0) for one in priced] == pytest.approx(shares)
-    assert [one.stall(1.0) for one in priced[1:]] == pytest.approx([share - 0.375 * 41.0 for share in shares[1:]])
+    assert [one.extra_stall_cost(0.0) for one in priced] == pytest.approx(shares)
+    assert [one.extra_stall_cost(1.0) for one in priced[1:]] == pytest.approx(
+        [share - 0.375 * 41.0 for share in shares[1:]]
+    )
 
 
 @given(histories, st.integers(0, 3 * STEP_TOKENS))
@@ -243,7 +245,7 @@ def test_stalls_cost_less_than_the_prefill_and_nothing_where_there_are_the_fewes
 ) -> None:
     router, now = lively(*history)
     costs = cost_at_each(list(router.endpoints.values()), prompt_tokens, [0] * len(router.endpoints), now)
-    stalls, most = costs.stall(costs.requests.min()), 0.75 * costs.prefill * costs.factor
+    stalls, most = costs.extra_stall_cost(costs.requests.min()), 0.75 * costs.prefill * costs.factor
     assert (stalls >= 0.0).all() and (stalls <= most).all() and not stalls[costs.requests.argmin()]
 
 
@@ -252,7 +254,7 @@ def test_beside_other_routers_no_stalls_are_priced() -> None:
     router.add(endpoint("r0", 64))
     router.record_first_token(queued(router, 0.0, ask(1))[0], 0.0)
     router.endpoints["r0"].reported = ReplicaReport(at=0.0, waiting=0, running=40)
-    assert cost_at_one(router.endpoints["r0"], 40, 0, 0.0).stall(0.0) == 0.0
+    assert cost_at_replica(router.endpoints["r0"], 40, 0, 0.0).extra_stall_cost(0.0) == 0.0
 
 
 def test_a_long_prompt_leaves_a_prefix_whose_replica_answers_others_if_computing_it_again_costs_less() -> None:

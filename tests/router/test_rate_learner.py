@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.router.rate_learner import RateLearner, RateSample, ReplicaPace
+from headstart.router.rate_learner import RateLearner, RateSample, ReplicaSlowdown
 from headstart.router.step_rates import STEP_TOKENS, PrefillWork, StepRates
 from headstart.sim.profile import REFERENCE, ReplicaProfile
 from headstart.sim.profile_file import datasheet_profile
@@ -115,13 +115,13 @@ def test_rates_are_never_negative_nor_a_longer_prompt_faster(
 # -------------------------------------------------------------------------------------------------------------- pace
 
 
-def alone(pace: ReplicaPace, now: float) -> float:
+def alone(pace: ReplicaSlowdown, now: float) -> float:
     """The factor of a replica among others without samples."""
-    return RateLearner().slowdown(pace, now)
+    return RateLearner().slowdown_versus_fleet(pace, now)
 
 
 def test_a_slow_replica_gets_a_factor_after_a_few_samples_and_loses_it_as_soon() -> None:
-    pace = ReplicaPace()
+    pace = ReplicaSlowdown()
     for number in range(4):
         pace.learn(2.0, float(number))
     assert alone(pace, 4.0) == pytest.approx(2.0, rel=0.01)
@@ -133,7 +133,7 @@ def test_a_slow_replica_gets_a_factor_after_a_few_samples_and_loses_it_as_soon()
 def test_luck_is_no_slowness() -> None:
     """Law: noise of 20 % never gives a factor of more than 1.5, and seldom any."""
     rng, num_used = Random(0), 0
-    pace = ReplicaPace()
+    pace = ReplicaSlowdown()
     for number in range(2000):
         pace.learn(rng.lognormvariate(0.0, 0.2), float(number))
         num_used += pace.is_used
@@ -142,7 +142,7 @@ def test_luck_is_no_slowness() -> None:
 
 
 def test_one_slow_sample_is_no_evidence() -> None:
-    pace = ReplicaPace()
+    pace = ReplicaSlowdown()
     for number in range(20):
         pace.learn(1.0, float(number))
     pace.learn(2.0, 20.0)
@@ -150,14 +150,14 @@ def test_one_slow_sample_is_no_evidence() -> None:
 
 
 def test_a_fast_replica_gets_no_factor() -> None:
-    pace = ReplicaPace()
+    pace = ReplicaSlowdown()
     for number in range(20):
         pace.learn(0.3, float(number))
     assert alone(pace, 20.0) == 1.0
 
 
 def test_a_factor_is_forgotten_without_samples() -> None:
-    pace = ReplicaPace()
+    pace = ReplicaSlowdown()
     for number in range(8):
         pace.learn(4.0, float(number))
     factors = [alone(pace, 8.0 + 60.0 * number) for number in range(5)]
@@ -171,13 +171,13 @@ def test_the_prior_is_used_for_decisions_before_there_are_samples_but_nothing_is
 
 def test_replicas_defer_followers_until_the_opposite_is_seen() -> None:
     learner = RateLearner()
-    assert learner.waits_for_prefix_leader
+    assert learner.replicas_wait_for_prefix_leader
     for _ in range(8):
         learner.record_follower_deferral(is_later=False)
-    assert not learner.waits_for_prefix_leader
+    assert not learner.replicas_wait_for_prefix_leader
     for _ in range(8):
         learner.record_follower_deferral(is_later=True)
-    assert learner.waits_for_prefix_leader
+    assert learner.replicas_wait_for_prefix_leader
 
 
 # ---------------------------------------------------------------------------------------------- pace within a fleet
@@ -188,16 +188,16 @@ class Fleet:
 
     def __init__(self, num: int, learner: RateLearner) -> None:
         self.learner = learner
-        self.paces = [ReplicaPace() for _ in range(num)]
+        self.paces = [ReplicaSlowdown() for _ in range(num)]
 
     def ran(self, number: int, interval: RateSample, now: float) -> None:
         pace, learner = self.paces[number], self.learner
         if not learner.is_unreliable:
             learner.record_pace_sample(pace, interval.ms / interval.expected_ms(learner.rates), now)
-        learner.learn(interval._replace(ms=interval.ms / learner.slowdown(pace, now)))
+        learner.learn(interval._replace(ms=interval.ms / learner.slowdown_versus_fleet(pace, now)))
 
     def factors(self, now: float) -> list[float]:
-        return [self.learner.slowdown(pace, now) for pace in self.paces]
+        return [self.learner.slowdown_versus_fleet(pace, now) for pace in self.paces]
 
 
 def busy_steps(profile: ReplicaProfile, rng: Random) -> RateSample:

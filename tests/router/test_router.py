@@ -12,7 +12,7 @@ from headstart.core.errors import NoReplicaError
 from headstart.router.decision_log import DecisionRecord
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
-from headstart.router.index.cached_tokens import reported_cached_blocks
+from headstart.router.index.cached_tokens import learn_reported_cached_blocks
 from headstart.router.index.kv_event_index import SILENCE, KVEventIndex
 from headstart.router.policies.policy_table import make_policy, policy_names
 from headstart.router.policies.rendezvous import rank_by_key
@@ -65,10 +65,10 @@ def test_an_answer_in_one_piece_is_no_late_first_token_and_teaches_nothing() -> 
     before = replica.load.rates
     pick = router.pick(ask(1, 2), 0.0)
     pick = router.record_sent(pick, 0.0)
-    assert replica.slowdown(60.0) > 10
+    assert replica.slowdown_versus_fleet(60.0) > 10
     router.assume_first_token(pick, 1.0)
-    assert replica.slowdown(60.0) == 1.0 and replica.backlog_ms(60.0) == 0.5  # half a step of the answer
-    assert replica.load.num_pending == 0 and replica.load.num_streams == 1
+    assert replica.slowdown_versus_fleet(60.0) == 1.0 and replica.backlog_ms(60.0) == 0.5  # half a step of the answer
+    assert replica.load.num_awaiting_first_token == 0 and replica.load.num_streams == 1
     router.record_finished(pick, 60.0, ReportedTokenUsage(9, 0))
     assert replica.load.rates == before and replica.load.num_requests == 0
     router.assume_first_token(pick, 61.0)
@@ -310,7 +310,7 @@ def test_a_prompt_with_an_image_says_nothing_of_how_a_replica_counts_others() ->
 
 def blocks(cached: int, *, expected: int, total: int = 41, one: Endpoint | None = None, exact: bool = True) -> int:
     prompt = RoutingPrompt(range(total), ask(1).prompt._root, exact=exact)
-    return reported_cached_blocks(
+    return learn_reported_cached_blocks(
         one or endpoint("r0"), prompt, ReportedTokenUsage(total if exact else 2 * total, cached), expected
     )
 
@@ -373,7 +373,7 @@ def test_a_decision_can_be_read_back_and_made_again() -> None:
     again = Router()
     again.add(endpoint("r0"))
     for _ in range(2):
-        request = decision.ask()
+        request = decision.to_routing_request()
         assert (request.prompt.num_tokens, request.session) == (9, "s")
         pick = again.pick(request, 0.0)
         again.record_sent(pick, 0.0)
@@ -460,7 +460,7 @@ def test_when_all_is_over_no_replica_has_anything_to_do(
             router.record_finished(
                 pick,
                 float(now),
-                ReportedTokenUsage(pick.view.prompt_tokens, min(which * BLOCK, pick.view.prompt_tokens)),
+                ReportedTokenUsage(pick.view.num_prompt_tokens, min(which * BLOCK, pick.view.num_prompt_tokens)),
             )
         elif kind == 4:
             router.record_failed(under_way.pop(which % len(under_way)), float(now), refused=which == 0)

@@ -43,7 +43,7 @@ def test_a_cache_that_proves_to_be_larger_than_it_said_is_believed_to_be() -> No
     """Behind the 16 blocks that it tells of lies a store with room for all there is: 20 chains of two."""
     shadow = ApproximateIndex(16, allow=lambda held, asked: asked)
     reuse(shadow, 20, 600)
-    assert shadow.capacity >= 40 and shadow.max_blocks >= 40
+    assert shadow.estimated_capacity >= 40 and shadow.max_blocks >= 40
     assert all(shadow.num_cached_prefix_blocks(names(number, 1000 + number)) == 2 for number in range(20))
 
 
@@ -51,7 +51,7 @@ def test_without_leave_it_never_outgrows_its_size() -> None:
     for allow in (None, lambda held, asked: held):
         shadow = ApproximateIndex(16, allow=allow)
         reuse(shadow, 20, 600)
-        assert shadow.capacity == shadow.max_blocks == 16
+        assert shadow.estimated_capacity == shadow.max_blocks == 16
 
 
 def test_a_replica_that_lies_gets_no_more_than_is_granted() -> None:
@@ -65,7 +65,7 @@ def test_a_replica_that_lies_gets_no_more_than_is_granted() -> None:
     for _ in range(2_000):
         number = rng.randrange(500)
         report(shadow, names(number, 1000 + number, 2000 + number), 3)  # everything is always cached
-        assert len(shadow) <= shadow.capacity <= 24
+        assert len(shadow) <= shadow.estimated_capacity <= 24
     assert asked_for and shadow.max_blocks == 24
 
 
@@ -101,9 +101,13 @@ def test_a_pool_that_grows_believes_what_one_of_full_size_does(
                 else:
                     shadow.record_failed(holds.pop(which % len(holds)))
                 shadow.check()
-            assert (small.capacity, len(small), small.num_flushes) == (whole.capacity, len(whole), whole.num_flushes)
+            assert (small.estimated_capacity, len(small), small.num_flushes) == (
+                whole.estimated_capacity,
+                len(whole),
+                whole.num_flushes,
+            )
             assert small.num_cached_prefix_blocks(names(*chain)) == whole.num_cached_prefix_blocks(names(*chain))
-            assert small.expected_lost_blocks(5) == pytest.approx(whole.expected_lost_blocks(5))
+            assert small.expected_evicted_reusable_blocks(5) == pytest.approx(whole.expected_evicted_reusable_blocks(5))
 
 
 # ---------------------------------------------------------------------------------------------------------- in slices
@@ -131,7 +135,7 @@ def test_a_cache_that_is_emptied_frees_its_pool_a_slice_at_a_time(empty: Callabl
     for shadow in (first, second):
         empty(shadow)
         shadow._forget_flush()  # else a flush by a report keeps its pool until it is settled
-        assert len(shadow) <= 4 and shadow.capacity == NUM_BLOCKS
+        assert len(shadow) <= 4 and shadow.estimated_capacity == NUM_BLOCKS
         assert all(shadow.num_cached_prefix_blocks(names(4 * number)) == 0 for number in range(NUM_BLOCKS // 4 - 1))
     left = first.dismantle_some(ALL)
     assert left > 2 * NUM_BLOCKS, "emptying it has freed next to nothing"

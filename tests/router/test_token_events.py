@@ -40,7 +40,7 @@ def test_events_of_one_step_may_be_spread_over_most_of_the_next() -> None:
     router, streams = started(8)
     for number in range(1, 21):
         for place, stream in enumerate(streams):
-            router.record_token(stream, 1.0 + number * STEP + place * STEP / 10)
+            router.record_later_token(stream, 1.0 + number * STEP + place * STEP / 10)
         assert num_steps(router) == number
 
 
@@ -48,7 +48,7 @@ def test_a_stream_that_joins_before_behind_or_between_the_others_is_no_step_of_i
     for place in range(3):
         router, streams = started(2)
         for stream in streams:
-            router.record_token(stream, 1.0 + STEP)
+            router.record_later_token(stream, 1.0 + STEP)
         new = router.record_sent(router.pick(ask(tail=4), 1.001 + STEP), 1.001 + STEP)
         for number in (2, 3):  # the first of them began before it was sent; events are 1.5 ms apart
             events = list(streams) if number == 2 else [*streams[:place], new, *streams[place:]]
@@ -57,7 +57,7 @@ def test_a_stream_that_joins_before_behind_or_between_the_others_is_no_step_of_i
                 if stream is new:
                     router.record_first_token(stream, now)
                 else:
-                    router.record_token(stream, now)
+                    router.record_later_token(stream, now)
         assert num_steps(router) == 3, place
 
 
@@ -68,13 +68,13 @@ def test_the_steps_of_a_prefill_are_those_that_the_streams_showed_after_the_runn
 ) -> None:
     router, (stream,) = started(1)
     for number in range(1, 4):
-        router.record_token(stream, 1.0 + number * STEP)
+        router.record_later_token(stream, 1.0 + number * STEP)
     new = router.record_sent(router.pick(ask(tail=4), 1.001 + 3 * STEP), 1.001 + 3 * STEP)  # the fourth step runs
     for number in range(4, 5 + steps):
         at = 1.0 + number * STEP
         if number == 4 + steps and is_first:
             router.record_first_token(new, at - 0.0005)
-        router.record_token(stream, at)
+        router.record_later_token(stream, at)
     if not is_first:
         router.record_first_token(new, at + 0.0005)
     assert new.flight.num_steps == steps
@@ -85,7 +85,7 @@ def test_two_events_of_a_stream_at_once_are_one_step() -> None:
     router, (stream,) = started(1)
     for number in range(1, 11):
         for later in (0.0, 0.0002, 0.0009):
-            router.record_token(stream, 1.0 + number * STEP + later)
+            router.record_later_token(stream, 1.0 + number * STEP + later)
     assert num_steps(router) == 10
 
 
@@ -95,8 +95,8 @@ def test_a_stream_whose_text_is_withheld_says_nothing_of_steps() -> None:
     learner, now = router.endpoints["r0"].load.learner, 1.0
     for _ in range(100):
         now += STEP
-        router.record_token(shown, now)
-    router.record_token(withheld, now)
+        router.record_later_token(shown, now)
+    router.record_later_token(withheld, now)
     before = learner.num_samples
     router.record_finished(withheld, now, num_output=100)
     assert learner.num_samples == before
@@ -115,10 +115,10 @@ def test_events_of_several_tokens_are_as_many_steps_as_they_are() -> None:
         router.record_first_token(stream, now)
         for _ in range(20):
             now += STEP
-            router.record_token(stream, now)
+            router.record_later_token(stream, now)
         router.record_finished(stream, now, ReportedTokenUsage(1, 0), num_output=81)
     assert load.rates.step == pytest.approx(1e3 * STEP, rel=0.1) and load.learner.residual < 0.2
-    assert load.learner.slowdown(load.pace, now) == 1.0 and load.learner.mean_output == pytest.approx(81)
+    assert load.learner.slowdown_versus_fleet(load.pace, now) == 1.0 and load.learner.mean_output == pytest.approx(81)
     assert load.learner.num_samples == 80, "a prefill and a decode of each"
 
 
@@ -133,7 +133,7 @@ def test_the_steps_of_any_replica_are_counted(seed: int, spread: float) -> None:
         steps += 1
         late = sorted((rng.uniform(0.0, spread * STEP), index) for index in range(len(streams)))
         for delay, index in late:
-            router.record_token(streams[index], now + delay)
+            router.record_later_token(streams[index], now + delay)
         assert num_steps(router) == steps
         for stream in list(streams):
             if rng.random() < 0.05:

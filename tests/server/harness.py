@@ -231,7 +231,7 @@ async def inside(
         state = ServerState(settings, engine, ServerLog())
         loaded = state.make_served_model(info)
         await warm_configured_prefixes(state, loaded)
-        state.open(loaded)
+        state.start_admitting(loaded)
         transport = httpx.ASGITransport(build_app(state), client=("127.0.0.1", 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=PATIENCE) as client:
             yield Inside(state, engine, client)

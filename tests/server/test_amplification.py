@@ -12,7 +12,7 @@ import pytest
 from server.fake_engine import Gate
 from server.harness import Inside, Server, fake_server, inside, parse_events
 
-from headstart.http.long_work import HUGE_BODY_BYTES, BlockingWorkRunner
+from headstart.http.long_work import HUGE_BODY_BYTES, InlineOrThreadRunner
 from headstart.openai.json_pieces import PIECE_BYTES
 from headstart.openai.text.shared_prompt import EchoedPrompt
 from headstart.server import inference
@@ -236,7 +236,7 @@ def test_the_audited_request_is_answered_in_little_memory(folder: str, tmp_path:
 def test_tokens_and_their_texts_come_off_the_loop_and_in_pieces(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with inside(folder) as server:
-            server.state.long_work = BlockingWorkRunner(100, 200)
+            server.state.long_work = InlineOrThreadRunner(100, 200)
             encode, threads = server.state.loaded_model.tokenizer.encode, []
 
             def watched(*args: Any, **options: Any) -> Any:
@@ -258,7 +258,7 @@ def test_tokens_and_their_texts_come_off_the_loop_and_in_pieces(folder: str, mon
 
 def test_the_largest_bodies_are_worked_on_one_at_a_time() -> None:
     async def run() -> None:
-        work, now, most = BlockingWorkRunner(), 0, 0
+        work, now, most = InlineOrThreadRunner(), 0, 0
         lock = threading.Lock()
 
         def one() -> None:

@@ -125,7 +125,7 @@ def test_the_queue_is_bounded_in_requests_and_in_tokens(folder: str, gate: Gate)
         async with inside(gate.holds(folder, 0), **options) as server:
             assert await server.engine.call("reset_prefix_cache")
             first = asyncio.create_task(server.complete([1, 2], max_tokens=1))
-            await until(lambda: server.engine.num_waiting)
+            await until(lambda: server.engine.num_awaiting_first_token)
             second = await server.complete(prompt, max_tokens=1)
             assert second.status_code == 429 and second.json()["error"]["code"] == "queue_full"
             assert int(second.headers["retry-after"]) >= 1

@@ -15,7 +15,7 @@ from headstart.http.auth import Authenticator, Principal
 from headstart.http.http_errors import HttpError
 from headstart.http.logs import ServerLog
 from headstart.server.server_state import ServerState
-from headstart.store.files import read_folder_secret
+from headstart.store.files import read_or_create_folder_secret
 
 OPEN = ("/health", "/readyz", "/livez", "/version", "/ping", "/", "/page/page.js")
 CLOSED = {
@@ -243,7 +243,7 @@ def test_servers_on_one_folder_agree_on_domains_and_on_two_they_do_not(tmp_path:
     entries = (TenantEntry("acme", ("k1",)),)
 
     def domains(folder: str) -> list[bytes]:
-        auth = Authenticator(("a",), ("root",), read_folder_secret(tmp_path / folder), entries)
+        auth = Authenticator(("a",), ("root",), read_or_create_folder_secret(tmp_path / folder), entries)
         return [auth.domain_of_tenant("acme"), *(who(auth, key).domain for key in ("a", "k1", "root"))]
 
     one, again, elsewhere = domains("x"), domains("x"), domains("y")

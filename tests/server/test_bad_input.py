@@ -265,7 +265,7 @@ def test_what_is_not_http_is_400_and_the_connection_closes(server: Server, data:
 def test_unfinished_bodies_are_bounded_in_all_and_slow_ones_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "BODY_SECONDS", 0.3)
     monkeypatch.setattr(body, "ROOM_SECONDS", 0.05)
-    reader = body.BodyReader(100, 200)
+    reader = body.BudgetedBodyReader(100, 200)
 
     async def read(*pieces: bytes) -> bytes:
         """Reads a body whose end never comes unless it is b""."""
@@ -295,7 +295,7 @@ def test_unfinished_bodies_are_bounded_in_all_and_slow_ones_time_out(monkeypatch
 
 
 def test_a_body_without_room_waits_until_others_were_worked_on() -> None:
-    reader = body.BodyReader(100, 200)
+    reader = body.BudgetedBodyReader(100, 200)
     most = 0
 
     async def work(at_once: asyncio.Semaphore) -> int:
@@ -308,7 +308,7 @@ def test_a_body_without_room_waits_until_others_were_worked_on() -> None:
 
         async with reader.hold_body(Request({"type": "http", "headers": []}, receive)) as data:
             async with at_once:
-                most = max(most, reader.held_bytes)
+                most = max(most, reader.total_held_bytes)
                 await asyncio.sleep(0.01)
             return len(data)
 
@@ -317,7 +317,7 @@ def test_a_body_without_room_waits_until_others_were_worked_on() -> None:
         assert await asyncio.gather(*(work(one) for _ in range(6))) == [90] * 6
 
     asyncio.run(run())
-    assert most <= 300 and reader.held_bytes == 0  # 200, and one body more
+    assert most <= 300 and reader.total_held_bytes == 0  # 200, and one body more
 
 
 def test_many_pipelined_requests_are_answered_in_order(server: Server) -> None:
@@ -332,7 +332,7 @@ def test_many_pipelined_requests_are_answered_in_order(server: Server) -> None:
 
 def test_a_body_that_drips_is_408_however_short_its_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "BODY_SECONDS", 0.5)
-    reader = body.BodyReader(100, 200)
+    reader = body.BudgetedBodyReader(100, 200)
 
     async def receive() -> dict[str, Any]:
         await asyncio.sleep(0.02)
@@ -345,7 +345,7 @@ def test_a_body_that_drips_is_408_however_short_its_pauses(monkeypatch: pytest.M
 
 def test_a_body_that_comes_fast_enough_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "BODY_SECONDS", 0.5)
-    reader = body.BodyReader(2**20)
+    reader = body.BudgetedBodyReader(2**20)
     left = [b"a" * 16 * 1024] * 20
 
     async def receive() -> dict[str, Any]:

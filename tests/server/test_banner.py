@@ -12,7 +12,7 @@ import pytest
 import tokenizer_folders
 from server.harness import PATIENCE, inside, spawn
 
-from headstart.bundled import bundled_model_folder
+from headstart.bundled import bundled_intent_model_folder
 from headstart.config.options import ServerOptions, TenantEntry
 from headstart.model.kernels.build import packaged_library
 from headstart.model.kernels.library import runnable_variants
@@ -49,7 +49,7 @@ def test_a_model_without_a_chat_template_continues_a_text(tmp_path: Path) -> Non
 
 
 def test_the_bundled_model_is_asked_for_an_intent() -> None:
-    path, body = request(shown(str(bundled_model_folder())))
+    path, body = request(shown(str(bundled_intent_model_folder())))
     assert path == "/v1/chat/completions"
     assert [message["role"] for message in body["messages"]] == ["system", "user"] and body["temperature"] == 0
 

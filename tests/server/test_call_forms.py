@@ -15,7 +15,7 @@ from headstart.openai.responses import Json
 from headstart.openai.responses_api.call_forms import special_tools_by_function
 from headstart.openai.responses_api.response_events import ResponseEventBuilder
 from headstart.openai.responses_api.response_objects import ResponseTemplate, echoed_request_fields, response_usage
-from headstart.openai.responses_api.responses_request import parse_responses, translate_responses
+from headstart.openai.responses_api.responses_request import parse_responses, responses_to_chat_request
 
 EVENT: Any = TypeAdapter(ResponseStreamEvent)
 BOUNDS = RequestBounds(vocab_size=100, max_model_len=1000)
@@ -75,9 +75,9 @@ def answered(tool: Json, name: str, texts: list[str]) -> tuple[list[Json], Json]
     found = events.opening_events()
     for delta in deltas:
         found += events.add(delta)
-        whole.parts.add(delta)
+        whole.parts.add_delta(delta)
     usage = response_usage(USAGE, whole.parts)
-    found += events.closing_events(usage)[0]
+    found += events.closing_events_and_response(usage)[0]
     return found, whole.finished_response(usage)
 
 
@@ -95,7 +95,7 @@ def test_a_call_is_an_item_of_its_tools_type_and_comes_back_as_the_same_call(kin
             EVENT.validate_python(event, strict=True)
     said = {"type": "text", "text": "Go"}
     values = {"input": [{"role": "user", "content": [said]}, sent]}
-    chat = translate_responses(parse_responses(values, BOUNDS), values).values
+    chat = responses_to_chat_request(parse_responses(values, BOUNDS), values).values
     [call] = chat["messages"][-1]["tool_calls"]
     assert call["function"]["name"] == name and json.loads(call["function"]["arguments"]) == arguments
 
@@ -107,7 +107,7 @@ def test_a_call_that_is_cut_short_anywhere_comes_back(kind: str) -> None:
     for end in range(len(text)):
         [sent] = answered(tool, name, [text[:end]])[1]["output"]
         values = {"input": [{"role": "user", "content": "Go"}, sent]}
-        chat = translate_responses(parse_responses(values, BOUNDS), values).values
+        chat = responses_to_chat_request(parse_responses(values, BOUNDS), values).values
         assert chat["messages"][-1]["tool_calls"][0]["function"]["name"] == name
 
 
@@ -123,4 +123,4 @@ def test_a_function_that_is_called_as_a_tool_of_another_type_is_refused() -> Non
     tools = [{"type": "shell"}, {"type": "function", "name": "shell"}]
     values = {"input": "Go", "tools": tools}
     with pytest.raises(Exception, match="tools contains 'shell' twice"):
-        translate_responses(parse_responses(values, BOUNDS), values).parse_chat_body(BOUNDS)
+        responses_to_chat_request(parse_responses(values, BOUNDS), values).parse_chat_body(BOUNDS)

@@ -13,7 +13,7 @@ from headstart.config.options import PROMPT_RULES, ServerOptions, check_option_v
 from headstart.core.errors import ConfigError
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.canonical.canonical_body import CHAT, MESSAGES, RESPONSES, canonical_body
-from headstart.openai.canonical.canonical_messages import KEEPING_VARIABLES, canonical_json, canonical_messages
+from headstart.openai.canonical.canonical_messages import KEEPING_VARIABLES, canonical_messages, canonicalize_json_text
 from headstart.openai.canonical.prompt_rules import PLACEMENT_TEXTS, RULE_TEXTS, RULES_HEADER
 from headstart.openai.canonical.stable_tools import sorted_schema, sorted_tools, tool_name_of
 from headstart.openai.request_bodies import parse_chat
@@ -66,11 +66,11 @@ def test_schemas_have_one_key_order_and_keep_lists_and_data() -> None:
 
 
 def test_json_keeps_numbers_as_written_and_other_texts() -> None:
-    assert canonical_json('{"b": 1.10, "a": [123456789012345678901.5, true]}') == (
+    assert canonicalize_json_text('{"b": 1.10, "a": [123456789012345678901.5, true]}') == (
         '{"a":[123456789012345678901.5,true],"b":1.10}'
     )
     for text in ("plain", '{"a": 1, "a": 2}', '{"a": NaN}', "[1, 2", "7"):
-        assert canonical_json(text) == text
+        assert canonicalize_json_text(text) == text
 
 
 def test_nonces_are_dropped_and_ids_moved_behind_the_last_message() -> None:

@@ -79,7 +79,7 @@ def test_rendering_is_that_of_transformers(tmp_path: Path, name: str, add_genera
     folder = write(tmp_path, BYTE_LEVEL, chat_template=TEMPLATES[name], bos_token="<|im_start|>")
     ours, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
     expected = theirs.apply_chat_template(CHATS[chat], tokenize=False, add_generation_prompt=add_generation_prompt)
-    assert ours.render_chat(CHATS[chat], add_generation_prompt=add_generation_prompt) == expected
+    assert ours.render_chat_text(CHATS[chat], add_generation_prompt=add_generation_prompt) == expected
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama2", "qwen3", "trimmed"])
@@ -89,7 +89,7 @@ def test_continuing_a_message_is_that_of_transformers(tmp_path: Path, name: str,
     ours, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
     chat = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": content}]
     expected = theirs.apply_chat_template(chat, tokenize=False, continue_final_message=True)
-    assert ours.render_chat(chat, add_generation_prompt=False, continue_final_message=True) == expected
+    assert ours.render_chat_text(chat, add_generation_prompt=False, continue_final_message=True) == expected
     assert chat[1]["content"] == content
 
 

@@ -18,7 +18,7 @@ from headstart.openai.chat.chat_template import ChatTemplate
 from headstart.openai.chat.template_forms import ONE_TEXT
 from headstart.openai.engine_requests import encode_chat
 from headstart.openai.request_bodies import parse_chat, parse_tokenize
-from headstart.openai.responses_api.responses_request import parse_responses, translate_responses
+from headstart.openai.responses_api.responses_request import parse_responses, responses_to_chat_request
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parents[1] / "data" / "chat_templates"
@@ -121,7 +121,7 @@ def test_a_call_alone_is_the_same_in_all_three_apis() -> None:
         {"type": "function_call_output", "call_id": "c1", "output": "7"},
     ]
     fields = parse_responses({"input": items}, bounds)
-    responses = translate_responses(fields, {"input": items}).parse_chat_body(bounds).messages
+    responses = responses_to_chat_request(fields, {"input": items}).parse_chat_body(bounds).messages
     blocks = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "f", "input": {}}]},
@@ -142,7 +142,7 @@ def test_results_of_several_parts_are_the_same_in_all_three_apis() -> None:
         {"type": "function_call_output", "call_id": "c1", "output": [{**part, "type": "input_text"} for part in PARTS]},
     ]
     fields = parse_responses({"input": items}, bounds)
-    responses = translate_responses(fields, {"input": items}).parse_chat_body(bounds).messages
+    responses = responses_to_chat_request(fields, {"input": items}).parse_chat_body(bounds).messages
     blocks = [
         {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "f", "input": {}}]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": PARTS}]},

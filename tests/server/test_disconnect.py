@@ -155,7 +155,7 @@ def test_what_has_not_begun_when_its_client_disconnects_is_dropped(folder: str, 
                 app = build_app(server.state)
                 async with server.state.long_work._huge.turn("another"):
                     asks = [asyncio.create_task(gone_at_once(app, path, body.encode())) for _ in range(5)]
-                    await until(lambda: server.state.bodies.held_bytes >= 5 * len(body))
+                    await until(lambda: server.state.bodies.total_held_bytes >= 5 * len(body))
                     await turns()  # all of them wait, and their clients disconnect
                 assert await asyncio.gather(*asks) == [499] * 5
             finally:

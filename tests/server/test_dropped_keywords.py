@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from tokenizers import Tokenizer as Backend
 from tools.test_tool_grammar import Answers, tool, written
 
-from headstart.bundled import bundled_model_folder
+from headstart.bundled import bundled_intent_model_folder
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.structured.dropped_keywords import dropped_keywords_header, loosen_or_refuse_schema, loosen_schema
 from headstart.openai.structured.grammar_process import build
@@ -49,7 +49,7 @@ SILENT: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def backend() -> Backend:
-    return Backend.from_file(str(Path(bundled_model_folder()) / "tokenizer.json"))
+    return Backend.from_file(str(Path(bundled_intent_model_folder()) / "tokenizer.json"))
 
 
 def is_valid(schema: Any, value: Any) -> bool:

@@ -146,7 +146,7 @@ def test_fuzzed_requests_never_get_a_5xx_and_leave_the_server_as_it_was(
             assert answer.json()["choices"][0]["token_ids"] == [3, 4, 3, 4]
             await until(lambda: server.engine.stats.num_running == 0)
             assert server.engine.stats.pool.num_free == server.engine.stats.pool.num_blocks
-            assert server.state.num_jobs == server.engine.num_waiting == 0
+            assert server.state.num_jobs == server.engine.num_awaiting_first_token == 0
             assert server.engine.stats.counters.num_row_errors == 0
         return statuses
 

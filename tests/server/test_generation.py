@@ -62,7 +62,7 @@ def test_text_arrives_whole_whatever_the_steps(text: str, step: int) -> None:
     generation = make()
     token_ids = tokens_of("a" + text)
     deltas = run(generation, token_ids, step=step)
-    assert text_of(deltas) == generation.text == "a" + text
+    assert text_of(deltas) == generation.text_with_echo == "a" + text
     assert generation.token_ids == token_ids == [i for delta in deltas for i in delta.token_ids]
     assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]
     assert generation.num_cached_tokens == 3
@@ -81,7 +81,7 @@ def test_half_a_character_at_the_end_is_shown_as_a_replacement() -> None:
 def test_the_end_of_sequence_is_counted_but_not_shown() -> None:
     generation = make()
     deltas = run(generation, [*tokens_of("done"), EOS], FinishReason.STOP)
-    assert (generation.text, generation.finish_reason, generation.stop_reason) == ("done", "stop", None)
+    assert (generation.text_with_echo, generation.finish_reason, generation.stop_reason) == ("done", "stop", None)
     assert generation.num_tokens == len(tokens_of("done")) + 1
     assert not deltas[-1].must_abort
 
@@ -92,8 +92,8 @@ def test_a_stop_token_is_told_and_shown_only_if_wanted() -> None:
     for generation in (silent, shown):
         run(generation, [*tokens_of("done"), stop], FinishReason.STOP)
         assert (generation.finish_reason, generation.stop_reason) == ("stop", stop)
-    assert silent.text == "done"
-    assert shown.text == "done" + TOKENIZER.token_text(stop)
+    assert silent.text_with_echo == "done"
+    assert shown.text_with_echo == "done" + TOKENIZER.token_text(stop)
 
 
 @pytest.mark.parametrize("step", [1, 2, 5, 100])
@@ -101,7 +101,7 @@ def test_a_stop_token_is_told_and_shown_only_if_wanted() -> None:
 def test_a_stop_string_across_tokens_ends_the_text(step: int, include: bool, expected: str) -> None:
     generation = make(stop=["wn fo", "zzz"], include_stop_str_in_output=include)
     deltas = run(generation, tokens_of("the quick brown fox jumps over the lazy dog"), step=step)
-    assert text_of(deltas) == generation.text == expected
+    assert text_of(deltas) == generation.text_with_echo == expected
     ended = [delta for delta in deltas if delta.finish_reason]
     assert len(ended) == 1 and ended[0].stop_reason == "wn fo" and ended[0].finish_reason == "stop"
     assert ended[0].must_abort == (step < 100)  # else the engine had ended by itself
@@ -121,10 +121,10 @@ def test_stop_strings_cut_where_a_search_of_the_whole_text_would(
     text_of(run(generation, tokens_of(text), step=step))
     ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
     if not ends:
-        assert (generation.text, generation.finish_reason) == (text, "length")
+        assert (generation.text_with_echo, generation.finish_reason) == (text, "length")
         return
     end, _, stop = min(ends)
-    assert generation.text == (text[:end] if include else text[: end - len(stop)])
+    assert generation.text_with_echo == (text[:end] if include else text[: end - len(stop)])
     assert (generation.finish_reason, generation.stop_reason) == ("stop", stop)
 
 
@@ -141,7 +141,7 @@ def test_no_stop_string_is_looked_for_in_the_first_min_tokens() -> None:
     letters = [tokens_of(letter)[0] for letter in "xaxaxa"]
     generation = make(stop=["xa"], min_tokens=3)
     run(generation, letters)
-    assert (generation.text, generation.finish_reason) == ("xa", "stop")
+    assert (generation.text_with_echo, generation.finish_reason) == ("xa", "stop")
     assert generation.token_ids == letters[:4]
 
 
@@ -174,7 +174,7 @@ def test_without_asking_there_are_no_logprobs() -> None:
 def test_an_echo_puts_the_prompt_first_and_stop_strings_ignore_it(step: int) -> None:
     generation = make(echo=True, stop=["music", "!"])
     deltas = run(generation, tokens_of(" now! ok"), step=step)
-    assert text_of(deltas) == generation.text == "play some music now"
+    assert text_of(deltas) == generation.text_with_echo == "play some music now"
     assert generation.token_ids == tokens_of(" now! ok")[: generation.num_tokens]
 
 

@@ -5,12 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from headstart.bundled import bundled_model_folder
+from headstart.bundled import bundled_intent_model_folder
 from headstart.core.engine import EngineInfo
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.structured import grammar_check
 from headstart.openai.structured.grammar_check import GrammarChecker
-from headstart.openai.structured.grammar_text import choice_grammar, json_schema_grammar, lark_grammar, regex_grammar
+from headstart.openai.structured.grammar_text import (
+    choice_grammar,
+    grammar_from_lark,
+    json_schema_grammar,
+    regex_grammar,
+)
 
 FINE = json_schema_grammar({"type": "object", "properties": {"a": {"type": "integer"}}})
 
@@ -21,7 +26,7 @@ def info(folder: str) -> EngineInfo:
 
 @pytest.fixture
 def check() -> GrammarChecker:
-    return GrammarChecker(info(str(bundled_model_folder())), (0,), max_seconds=1.0)
+    return GrammarChecker(info(str(bundled_intent_model_folder())), (0,), max_seconds=1.0)
 
 
 HOSTILE = {
@@ -34,7 +39,9 @@ HOSTILE = {
             "$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(5000)} | {"d5000": {}},
         }
     ),
-    "a long chain of rules": lark_grammar("start: r0\n" + "".join(f'r{i}: "a" r{i + 1} | "b"\n' for i in range(9000))),
+    "a long chain of rules": grammar_from_lark(
+        "start: r0\n" + "".join(f'r{i}: "a" r{i + 1} | "b"\n' for i in range(9000))
+    ),
 }
 
 
@@ -58,9 +65,9 @@ def test_a_hostile_grammar_is_refused_and_the_next_one_is_checked(check: Grammar
         (json_schema_grammar({"$ref": "#"}), r"\$ref"),
         (json_schema_grammar({"required": ["a"], "type": "object", "properties": {"a": {"$ref": "#"}}}), r"\$ref"),
         (json_schema_grammar({"type": "array", "items": {"$ref": "#"}, "minItems": 1}), r"\$ref"),
-        (lark_grammar('start: "ab" start'), "rule"),
+        (grammar_from_lark('start: "ab" start'), "rule"),
         (regex_grammar("(["), "regex"),
-        (lark_grammar("start: nothing"), "nothing"),
+        (grammar_from_lark("start: nothing"), "nothing"),
     ],
 )
 def test_a_grammar_that_does_not_compile_is_refused_with_the_reason(

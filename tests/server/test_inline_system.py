@@ -14,7 +14,7 @@ from tokenizer_folders import BYTE_LEVEL, write
 from typer.testing import CliRunner
 
 from headstart.cli.main import app
-from headstart.gateway.proxy.request_reader import RequestParser, RequestSender
+from headstart.gateway.proxy.request_reader import RequestParser, SenderRoutingInfo
 from headstart.openai.canonical.canonical_body import CHAT, MESSAGES, RESPONSES, canonical_body, canonicalize_log_line
 from headstart.openai.canonical.canonical_messages import inline_system_messages
 from headstart.openai.canonical.prompt_rules import RULES_HEADER
@@ -137,7 +137,7 @@ def test_each_turn_extends_the_one_before_at_the_server_and_through_a_router(tmp
             for messages in requests:
                 found = await tokens(messages)
                 assert found[: len(last)] == last
-                read = reader.read(CHAT, json.dumps({"messages": messages}).encode(), RequestSender())
+                read = reader.read(CHAT, json.dumps({"messages": messages}).encode(), SenderRoutingInfo())
                 routed = json.loads(bytes(read.body))["messages"]
                 assert await tokens(routed) == found
                 last = found

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from server.harness import Inside, inside
 
 from headstart.openai.chat.chat_delta import ToolCallDelta
-from headstart.openai.chat.chat_parts import ChatPart, ChatPartKind
+from headstart.openai.chat.chat_parts import ChatOutputPart, ChatOutputPartKind
 from headstart.openai.responses_api.input_items import first_referenced_response, response_id_of_item
 from headstart.openai.responses_api.response_objects import ResponseTemplate
 
@@ -22,11 +22,11 @@ def reference(item_id: Any) -> dict[str, Any]:
     return {"type": "item_reference", "id": item_id}
 
 
-@given(st.uuids(), st.sampled_from(ChatPartKind), st.integers(0, 2**20))
-def test_the_id_of_an_output_item_leads_to_its_response(number: UUID, kind: ChatPartKind, index: int) -> None:
+@given(st.uuids(), st.sampled_from(ChatOutputPartKind), st.integers(0, 2**20))
+def test_the_id_of_an_output_item_leads_to_its_response(number: UUID, kind: ChatOutputPartKind, index: int) -> None:
     shape = ResponseTemplate(f"resp_{number.hex}", 0, "m", {})
-    call = ToolCallDelta(0, "call_1", "f") if kind is ChatPartKind.TOOL_CALL else None
-    item_id = shape.item(ChatPart(kind, index, call), "completed")["id"]
+    call = ToolCallDelta(0, "call_1", "f") if kind is ChatOutputPartKind.TOOL_CALL else None
+    item_id = shape.item(ChatOutputPart(kind, index, call), "completed")["id"]
     assert response_id_of_item(item_id) == shape.response_id
     assert first_referenced_response([QUESTION, reference(item_id)]) == shape.response_id
 

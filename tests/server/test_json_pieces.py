@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.openai.json_pieces import SLICE_ITEMS, EncodingTurns, LazyJsonList, encode_json, iter_json_pieces
+from headstart.openai.json_pieces import SLICE_ITEMS, EncodingTurns, LazilyEncodedList, encode_json, iter_json_pieces
 
 
 def double(number: int) -> int:
@@ -23,7 +23,7 @@ def test_pieces_are_the_whole_document(sizes: list[int], text: str) -> None:
     def document() -> Any:
         return {
             text: 1,
-            "a": {"b": LazyJsonList([range(size) for size in sizes], double)},
+            "a": {"b": LazilyEncodedList([range(size) for size in sizes], double)},
             "c": [],
             "d": {},
             "e": [text],
@@ -56,10 +56,10 @@ def test_what_is_kept_is_shaped_once() -> None:
 
     kept: dict[str, bytes] = {}
     first, second = (
-        b"".join(LazyJsonList([[1, 2], [last]], shape, kept=kept, key="k").json_slices()) for last in (3, 4)
+        b"".join(LazilyEncodedList([[1, 2], [last]], shape, kept=kept, key="k").json_slices()) for last in (3, 4)
     )
     assert (first, second) == (b"1,2,3", b"1,2,4") and shaped == [1, 2, 3, 4]
-    nothing = LazyJsonList([[], [5]], shape, kept={}, key="k")
+    nothing = LazilyEncodedList([[], [5]], shape, kept={}, key="k")
     assert [b"".join(nothing.json_slices()) for _ in range(2)] == [b"5", b"5"]
 
 
@@ -82,7 +82,7 @@ def test_of_all_long_documents_one_slice_is_made_per_turn_of_the_loop() -> None:
                 [
                     len(piece)
                     async for piece in turns.yield_pieces(
-                        iter_json_pieces(LazyJsonList([range(4 * SLICE_ITEMS)], shape))
+                        iter_json_pieces(LazilyEncodedList([range(4 * SLICE_ITEMS)], shape))
                     )
                 ]
             )

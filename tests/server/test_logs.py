@@ -42,7 +42,7 @@ def test_which_requests_get_an_access_line(access_log: str, on_terminal: bool, l
     found = [
         request
         for request in requests
-        if record(request.split()[0], int(request.split()[1])).is_logged(access_log, on_terminal=on_terminal)
+        if record(request.split()[0], int(request.split()[1])).should_log(access_log, on_terminal=on_terminal)
     ]
     assert found == logged
 
@@ -75,10 +75,10 @@ def test_lines_appear_above_the_status_line_of_a_terminal_and_elsewhere_there_is
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
         log = ServerLog(stream)
-        log.status("loading a long name")
+        log.show_status_line("loading a long name")
         log.write_line("news")
-        log.status("")
-        log.status("")
+        log.show_status_line("")
+        log.show_status_line("")
         log.write_line("more")
     clear = "\r\x1b[2K"
     assert terminal.getvalue() == f"{clear}loading a\r{clear}news\nloading a\r{clear}more\n"

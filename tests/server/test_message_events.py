@@ -10,24 +10,24 @@ from hypothesis import given, settings
 from pydantic import TypeAdapter
 from server.chat_deltas import THOUGHT_AND_CALLS, USAGE, chats, deltas_of
 
-from headstart.anthropic.message_events import CacheBreakpoints, MessageEventBuilder
+from headstart.anthropic.message_events import CacheBreakpointSummary, MessageEventBuilder
 from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta
 from headstart.openai.text.generation import OutputDelta
 
 EVENT: Any = TypeAdapter(RawMessageStreamEvent)
-NO_MARKS = CacheBreakpoints()
+NO_MARKS = CacheBreakpointSummary()
 SIGNATURE = hashlib.sha256(b"Let me see. ").hexdigest()
 
 
 def streamed(
-    deltas: list[OutputDelta], marks: CacheBreakpoints = NO_MARKS
+    deltas: list[OutputDelta], marks: CacheBreakpointSummary = NO_MARKS
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The events of a stream, and the whole message of the same deltas."""
     events, whole = MessageEventBuilder("msg_1", "m", marks), MessageEventBuilder("msg_1", "m", marks)
     found = events.opening_events({**USAGE, "completion_tokens": 1})
     for delta in deltas:
         found += events.add(delta)
-        whole.parts.add(delta)
+        whole.parts.add_delta(delta)
     return found + events.closing_events(USAGE), whole.message(USAGE)
 
 
@@ -70,7 +70,7 @@ def test_the_stop_reason(finish: str, stop: str | None, expected: tuple[str, str
     [(0, (24, 0, 16)), (16, (24, 0, 16)), (32, (8, 16, 16))],
 )
 def test_the_input_tokens_add_up_and_the_marked_ones_are_created(marked: int, expected: tuple[int, int, int]) -> None:
-    _, whole = streamed(deltas_of([]), CacheBreakpoints(marked, is_long=True))
+    _, whole = streamed(deltas_of([]), CacheBreakpointSummary(marked, is_long=True))
     usage = Message.model_validate(whole, strict=True).usage
     found = (usage.input_tokens, usage.cache_creation_input_tokens, usage.cache_read_input_tokens)
     assert found == expected and sum(expected) == USAGE["prompt_tokens"]

@@ -102,11 +102,11 @@ def test_images_are_placeholders_that_are_named_or_refused_by_the_option(images:
     ]
     for read, body, param in bodies:
         bounds = replace(BOUNDS, skipped=SkippedNames())
-        (message,) = read(body, bounds).parse(bounds).messages
+        (message,) = read(body, bounds).parse_chat_body(bounds).messages
         assert message["content"].startswith("Look") and message["content"].count("[image: ") == len(images)
         assert bounds.skipped.counts() == (("part.image", len(images)),)
         with pytest.raises(InvalidRequestError, match="--unreadable-parts") as caught:
-            read(body, BOUNDS).parse(replace(BOUNDS, unreadable_parts=REFUSE))
+            read(body, BOUNDS).parse_chat_body(replace(BOUNDS, unreadable_parts=REFUSE))
         assert caught.value.param.startswith(param)
     with pytest.raises(InvalidRequestError, match="images"):
         translate_generate_body({"prompt": "a", "images": ["x"], "raw": True}, BOUNDS)

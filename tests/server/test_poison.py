@@ -63,7 +63,7 @@ def test_a_bug_in_admission_or_in_the_front_end_stays_with_its_request(
                 assert answer.json()["error"]["type"] == "server_error"
                 assert "0x" not in answer.text and "secret" not in answer.text and "bug" not in answer.text
             await until(lambda: server.engine.stats.num_running == 0)
-            assert server.state.num_jobs == 0 and server.engine.num_waiting == 0
+            assert server.state.num_jobs == 0 and server.engine.num_awaiting_first_token == 0
 
     asyncio.run(run())
     logged = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]

@@ -76,16 +76,16 @@ def test_the_bytes_of_a_tenant_and_of_all_are_bounded() -> None:
     for tenant in "abcdefgh":
         for number in range(32):
             log.add(tenant, LoggedBody(CHAT, json.dumps(body(10 + number)).encode(), ""))
-    counts = {tenant: len(log.bodies(tenant, 100)) for tenant in "abcdefgh"}
+    counts = {tenant: len(log.last_bodies_of_tenant(tenant, 100)) for tenant in "abcdefgh"}
     assert counts["h"] == (max_bytes // 4 - TENANT_BYTES) // size and sum(counts.values()) * size < max_bytes
-    assert log.bodies("h", 1)[0]["body"] == body(41)
+    assert log.last_bodies_of_tenant("h", 1)[0]["body"] == body(41)
 
 
 def test_what_is_kept_is_the_prompt_after_the_rules() -> None:
     log = RecentBodyLog(1 << 20, frozenset({"billing_header"}))
     sent = {"messages": [{"role": "system", "content": f"x-anthropic-billing-header: cch=1;\n{RULES}"}]}
     log.add("", LoggedBody(CHAT, json.dumps(sent).encode(), ""))
-    assert log.bodies("", 1)[0]["body"]["messages"][0]["content"] == RULES
+    assert log.last_bodies_of_tenant("", 1)[0]["body"]["messages"][0]["content"] == RULES
 
 
 def test_an_explanation_names_field_and_cost_from_the_tenants_own_requests(folder: str) -> None:

@@ -20,11 +20,11 @@ from headstart.openai.engine_requests import RequestOrigin, build_requests
 from headstart.openai.generation_params import GenerationParams, ParamsKind, parse_params
 from headstart.server import request_limits as admission
 from headstart.server.request_limits import (
+    admitted_requests_byte_budget,
     bytes_at_admission,
     check_request_size,
-    held_bytes_budget,
-    max_logprob_entries,
     num_logprob_entries,
+    num_possible_logprob_entries,
 )
 
 MILLION = 1 << 20
@@ -54,7 +54,7 @@ def asked(
     ],
 )
 def test_entries_of_an_answer(num_prompts: int, length: int, values: dict[str, Any], entries: int) -> None:
-    assert max_logprob_entries(*asked(num_prompts, length, **values)) == entries
+    assert num_possible_logprob_entries(*asked(num_prompts, length, **values)) == entries
 
 
 REASONABLE: list[tuple[int, int, dict[str, Any]]] = [
@@ -99,7 +99,7 @@ def test_what_is_larger_is_refused_with_the_limit_and_a_remedy(
 
 def test_what_is_shown_is_no_more_than_what_was_bounded() -> None:
     requests, params = asked(2, 10, echo=True, logprobs=4, max_tokens=5, n=3)
-    assert num_logprob_entries(20, 6 * 5, params) == max_logprob_entries(requests, params)
+    assert num_logprob_entries(20, 6 * 5, params) == num_possible_logprob_entries(requests, params)
     requests, params = asked(1, 10, max_tokens=5)
     assert num_logprob_entries(10, 5, params) == 0
 
@@ -136,14 +136,14 @@ def test_a_budget_refuses_what_exceeds_it_but_not_what_is_alone() -> None:
 
 
 def test_the_budget_grows_with_the_pool_and_the_queue() -> None:
-    small, large = (held_bytes_budget(INFO, ServerOptions(max_num_queued_tokens=n)) for n in (1, 1_000_001))
+    small, large = (admitted_requests_byte_budget(INFO, ServerOptions(max_num_queued_tokens=n)) for n in (1, 1_000_001))
     assert large - small == 1_000_000 * 22 and small > 96 * MILLION
 
 
 def test_servers_and_router_of_one_command_divide_the_budget_but_for_the_pools() -> None:
     options = ServerOptions()
     pool = 2 * INFO.num_blocks * INFO.block_size * 22
-    whole, half = (held_bytes_budget(INFO, options, n) for n in (1, 2))
+    whole, half = (admitted_requests_byte_budget(INFO, options, n) for n in (1, 2))
     assert half - pool == (whole - pool) // 2 > 48 * MILLION
 
 

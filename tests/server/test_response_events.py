@@ -33,9 +33,9 @@ def streamed(deltas: list[OutputDelta]) -> tuple[list[dict[str, Any]], dict[str,
     found = events.opening_events()
     for delta in deltas:
         found += events.add(delta)
-        whole.parts.add(delta)
+        whole.parts.add_delta(delta)
     usage = response_usage(USAGE, whole.parts)
-    found += events.closing_events(usage)[0]
+    found += events.closing_events_and_response(usage)[0]
     return found, whole.finished_response(usage)
 
 

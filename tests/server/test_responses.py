@@ -118,13 +118,13 @@ def test_the_first_token_of_an_echo_has_no_logprob() -> None:
     ],
 )
 def test_every_error_has_its_status_and_code(error: HeadstartError, status: int, kind: str, code: str) -> None:
-    got, body = protocol.error_object_of(error)
+    got, body = protocol.error_status_and_object(error)
     assert (got, body["error"]["type"], body["error"]["code"]) == (status, kind, code)
     assert set(body["error"]) == {"message", "type", "param", "code"}
 
 
 def test_errors_of_the_operator_are_not_told_to_clients() -> None:
-    status, body = protocol.error_object_of(ConfigError("/secret/path is missing"))
+    status, body = protocol.error_status_and_object(ConfigError("/secret/path is missing"))
     assert status == 500 and "secret" not in body["error"]["message"]
 
 
@@ -165,4 +165,4 @@ def test_a_model_is_what_the_openai_package_expects() -> None:
 
 def test_token_lists_are_told_with_their_count() -> None:
     assert protocol.tokenize_response([3, 4], TOKENIZER, 64, with_texts=False)["count"] == 2
-    assert protocol.detokenize_response("x") == {"prompt": "x"}
+    assert protocol.detokenization_response("x") == {"prompt": "x"}

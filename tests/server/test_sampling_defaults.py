@@ -12,7 +12,7 @@ import tokenizer_folders
 from openai import AsyncOpenAI
 from server.harness import Inside, inside, spawn
 
-from headstart.bundled import bundled_model_folder
+from headstart.bundled import bundled_intent_model_folder
 from headstart.config.options import ServerOptions
 from headstart.core.errors import ConfigError
 from headstart.core.request import Request, SamplingDefaults, SamplingParams
@@ -253,4 +253,4 @@ def test_a_value_out_of_bounds_stops_the_real_server_at_its_start(tmp_path: Path
 
 
 def test_the_bundled_model_answers_greedily_by_default() -> None:
-    assert read_sampling_defaults(bundled_model_folder()) == SamplingDefaults(temperature=0.0, max_tokens=96)
+    assert read_sampling_defaults(bundled_intent_model_folder()) == SamplingDefaults(temperature=0.0, max_tokens=96)

@@ -37,7 +37,7 @@ def test_a_setup_may_take_longer_than_a_request() -> None:
 
 def test_a_setup_that_exceeds_its_limit_is_an_error_of_the_configuration() -> None:
     with pytest.raises(ConfigError, match="the sleeper does not compile: its process takes too long"):
-        pool(setup=30.0, max_setup_seconds=0.1, max_seconds=60.0).start()
+        pool(setup=30.0, max_setup_seconds=0.1, max_seconds=60.0).prestart_process()
 
 
 def test_a_process_inherits_no_variable_that_may_be_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_a_process_inherits_no_variable_that_may_be_secret(monkeypatch: pytest.M
     ):
         monkeypatch.setenv(name, "secret")
     processes = pool(setup=0.0, max_setup_seconds=60.0, max_seconds=60.0)
-    processes.start()
+    processes.prestart_process()
     (process,) = processes._all
     found = Path(f"/proc/{process._process.pid}/environ").read_bytes()
     processes.close()

@@ -21,9 +21,9 @@ from headstart.openai.structured.schema_limits import (
     MAX_REFERENCES,
     MAX_SUBSCHEMAS,
     RULES_IN_LARK,
-    check_lark_limits,
+    check_and_adapt_lark,
+    check_and_adapt_schema,
     check_regex_limits,
-    check_schema_limits,
 )
 from headstart.openai.structured.structured_fields import read_json_schema
 
@@ -71,7 +71,7 @@ BEYOND: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", AT_THE_LIMIT)
 def test_a_schema_at_the_limit_is_accepted_and_compiles(name: str) -> None:
-    schema = check_schema_limits("guided_json", AT_THE_LIMIT[name])
+    schema = check_and_adapt_schema("guided_json", AT_THE_LIMIT[name])
     assert schema == AT_THE_LIMIT[name]
     assert LLMatcher.validate_grammar(json_schema_grammar(schema)) == ""
 
@@ -79,13 +79,13 @@ def test_a_schema_at_the_limit_is_accepted_and_compiles(name: str) -> None:
 @pytest.mark.parametrize("name", BEYOND)
 def test_a_schema_beyond_it_is_refused_by_name(name: str) -> None:
     with pytest.raises(InvalidRequestError, match=name.replace("$", "\\$")) as caught:
-        check_schema_limits("guided_json", BEYOND[name])
+        check_and_adapt_schema("guided_json", BEYOND[name])
     assert caught.value.param is not None and caught.value.param.startswith("guided_json")
 
 
 def test_counts_may_be_written_as_floats() -> None:
     schema = {"type": "array", "maxItems": 2.0, "items": {"maxLength": 3.0, "const": 4.0}}
-    assert json.dumps(check_schema_limits("x", schema)) == json.dumps(
+    assert json.dumps(check_and_adapt_schema("x", schema)) == json.dumps(
         {"type": "array", "maxItems": 2, "items": {"maxLength": 3, "const": 4.0}}
     )
 
@@ -115,30 +115,30 @@ def test_a_schema_in_lark_has_the_limits_of_one_alone(name: str, space: str) -> 
     grammar = f'start: %json{space}{json.dumps({**AT_THE_LIMIT, **BEYOND}[name])} "b"'
     if name in BEYOND or len(grammar) > MAX_COUNT:  # a grammar's text has a limit of its own
         with pytest.raises(InvalidRequestError):
-            check_lark_limits("guided_grammar", grammar)
+            check_and_adapt_lark("guided_grammar", grammar)
     else:
-        check_lark_limits("guided_grammar", grammar)
+        check_and_adapt_lark("guided_grammar", grammar)
 
 
 def test_a_schema_in_lark_is_read_right_and_text_that_looks_like_one_stays() -> None:
     schema = {"type": "array", "items": {"type": "number", "multipleOf": 0.5}, "maxItems": 2}
-    read = json.dumps(check_schema_limits("x", schema))
+    read = json.dumps(check_and_adapt_schema("x", schema))
     text = json.dumps(schema)
     quoted = json.dumps(f"%json {text}")
     kept = f'a: {quoted} // %json {{"type": "number"}}\n# %json {{"maxItems": 1}}\nb: /%json [{{]/ %json true\n'
-    assert check_lark_limits("x", f"{kept}start: a | %json {text} | %json{text}") == (
+    assert check_and_adapt_lark("x", f"{kept}start: a | %json {text} | %json{text}") == (
         f"{kept}start: a | %json {read} | %json {read}"
     )
     outer = {"const": 'a %json {"type": "number"}'}
-    assert check_lark_limits("x", f"start: %json {json.dumps(outer)}") == f"start: %json {json.dumps(outer)}"
+    assert check_and_adapt_lark("x", f"start: %json {json.dumps(outer)}") == f"start: %json {json.dumps(outer)}"
 
 
 def test_the_schemas_of_one_grammar_are_counted_together() -> None:
     half = {"required": names(MAX_SUBSCHEMAS // 2), "properties": {key: {} for key in names(MAX_SUBSCHEMAS // 2)}}
     small = json.dumps({"$defs": half["properties"]})
-    check_lark_limits("x", f"start: %json {small}")
+    check_and_adapt_lark("x", f"start: %json {small}")
     with pytest.raises(InvalidRequestError, match="subschemas"):
-        check_lark_limits("x", f"start: a b\na: %json {small}\nb: %json {small}")
+        check_and_adapt_lark("x", f"start: a b\na: %json {small}\nb: %json {small}")
 
 
 OPENED = (
@@ -171,7 +171,7 @@ OPENED = (
 def test_the_checks_are_linear_in_what_is_never_closed(part: str) -> None:
     text = part * (MAX_COUNT // len(part))
     for _ in range(15):
-        for check in (check_regex_limits, check_lark_limits):
+        for check in (check_regex_limits, check_and_adapt_lark):
             with suppress(InvalidRequestError):
                 check("x", text)
 
@@ -184,9 +184,9 @@ def test_large_counts_are_refused(regex: str) -> None:
 
 def test_the_rules_of_a_grammar_are_counted() -> None:
     rules = "".join(f'r{index}: "a"\n' for index in range(RULES_IN_LARK - 1))
-    check_lark_limits("x", "start: r1\n" + rules)
+    check_and_adapt_lark("x", "start: r1\n" + rules)
     with pytest.raises(InvalidRequestError, match="rules"):
-        check_lark_limits("x", "start: r1\n" + rules + 'more: "b"\n')
+        check_and_adapt_lark("x", "start: r1\n" + rules + 'more: "b"\n')
 
 
 KEYWORDS = st.sampled_from(

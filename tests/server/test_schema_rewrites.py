@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.structured.dropped_keywords import loosen_or_refuse_schema
 from headstart.openai.structured.grammar_text import json_schema_grammar
-from headstart.openai.structured.schema_limits import check_schema_limits
+from headstart.openai.structured.schema_limits import check_and_adapt_schema
 from headstart.openai.structured.schema_rewrites import (
     BOUNDS,
     FORMATS,
@@ -29,7 +29,7 @@ DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 
 
 def matcher(schema: Any) -> LLMatcher:
-    return LLMatcher(BYTES, json_schema_grammar(check_schema_limits("x", schema)), log_level=0)
+    return LLMatcher(BYTES, json_schema_grammar(check_and_adapt_schema("x", schema)), log_level=0)
 
 
 def accepts(schema: Any, text: str) -> bool:
@@ -111,7 +111,7 @@ def test_bounds_by_hand(key: str, bound: float, exact: float) -> None:
 @pytest.mark.parametrize("schema", [{"minimum": 2**60}, {"maximum": -1e20}, {"oneOf": [{}], "maximum": 2**60}])
 def test_bounds_that_cannot_be_rounded_are_refused_by_keyword(schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match=r"minimum|maximum"):
-        check_schema_limits("x", schema)
+        check_and_adapt_schema("x", schema)
 
 
 def walk(schema: Any, rng: random.Random) -> str:
@@ -179,7 +179,7 @@ def test_whitespace_is_that_of_ecma_262(pattern: str) -> None:
 def test_a_text_that_must_not_be_of_some_characters_only_is_accepted_as_by_the_expression(pattern: str) -> None:
     """The first is what pydantic writes for a Decimal, also in strict schemas."""
     schema = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": pattern, "allOf": [{"maxLength": 4}]}]}
-    strict = loosen_or_refuse_schema("x", check_schema_limits("x", schema), "").schema
+    strict = loosen_or_refuse_schema("x", check_and_adapt_schema("x", schema), "").schema
     found = LLMatcher(BYTES, json_schema_grammar(strict), log_level=0)
     rng = random.Random(1)
     texts = {"".join(rng.choices("+-.019abc]", k=rng.randrange(5))) for _ in range(400)}
@@ -195,7 +195,7 @@ def test_a_text_that_must_not_be_of_some_characters_only_is_accepted_as_by_the_e
 def test_a_look_ahead_in_one_of_several_alternatives_stays() -> None:
     for pattern in (r"^(?![a]*$)a|b", r"^(?=[a]*$)a", r"^(?!ab)a"):
         with pytest.raises(InvalidRequestError, match="pattern"):
-            loosen_or_refuse_schema("x", check_schema_limits("x", {"type": "string", "pattern": pattern}), "")
+            loosen_or_refuse_schema("x", check_and_adapt_schema("x", {"type": "string", "pattern": pattern}), "")
 
 
 def test_values_and_names_that_look_like_keywords_stay() -> None:
@@ -220,7 +220,7 @@ def test_an_id_beside_a_reference_depends_on_the_draft() -> None:
         "allOf": [{"$id": "http://x.y/", "$ref": "foo.json"}],
     }
     with pytest.raises(InvalidRequestError, match=r"\$id"):
-        check_schema_limits("x", schema)
+        check_and_adapt_schema("x", schema)
     for draft, is_number in ((DRAFT_7, True), ("https://json-schema.org/draft/2020-12/schema", False)):
         assert accepts({**schema, "$schema": draft}, "3") == is_number
         assert accepts({**schema, "$schema": draft}, '"a"') != is_number
@@ -240,9 +240,9 @@ def test_a_reference_into_a_value_is_refused(reference: str, is_value: bool) -> 
     schema = {"properties": {"a": {"$ref": reference}}}
     if is_value:
         with pytest.raises(InvalidRequestError, match=r"\$ref"):
-            check_schema_limits("x", schema)
+            check_and_adapt_schema("x", schema)
     else:
-        assert check_schema_limits("x", schema) == schema
+        assert check_and_adapt_schema("x", schema) == schema
 
 
 def test_limits_and_rewrites_hold_in_schemas_below_unknown_keywords() -> None:
@@ -251,7 +251,7 @@ def test_limits_and_rewrites_hold_in_schemas_below_unknown_keywords() -> None:
 
     assert not accepts(schema({"type": "string", "format": "date"}), '"2021-02-29"')
     with pytest.raises(InvalidRequestError, match="multipleOf"):
-        check_schema_limits("x", schema({"multipleOf": 999_983}))
+        check_and_adapt_schema("x", schema({"multipleOf": 999_983}))
 
 
 def test_one_property_more_than_the_required_ones_can_be_asked_for() -> None:
@@ -259,7 +259,7 @@ def test_one_property_more_than_the_required_ones_can_be_asked_for() -> None:
     assert [accepts(one, text) for text in ("{}", '{"a":1}')] == [False, True]
     assert [accepts(two, text) for text in ('{"a":1}', '{"a":1,"a":2}', '{"a":1,"b":2}')] == [False, False, True]
     with pytest.raises(InvalidRequestError, match="minProperties"):
-        check_schema_limits("x", {"minProperties": 3, "required": ["a", "a"]})
+        check_and_adapt_schema("x", {"minProperties": 3, "required": ["a", "a"]})
 
 
 OBJECT: dict[str, Any] = {"type": "object", "properties": {"a": {}}}

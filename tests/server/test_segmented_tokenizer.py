@@ -15,7 +15,7 @@ from server.harness import inside
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from headstart.bundled import bundled_model_folder
+from headstart.bundled import bundled_intent_model_folder
 from headstart.core.request import CacheMode
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentCache, SegmentedTokenizer
 from headstart.openai.tokenizer.tenant_cache import CacheScope
@@ -106,7 +106,7 @@ def _model(kind: str) -> tuple[Backend, Any]:
 def backend(kind: str) -> Backend:
     """A small tokenizer that splits as a family of real models does."""
     if kind == "bundled":
-        return Tokenizer.from_folder(bundled_model_folder()).backend
+        return Tokenizer.from_folder(bundled_intent_model_folder()).backend
     made, trainer = _model(kind)
     if kind in SPLITS:
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[kind]]
@@ -276,11 +276,11 @@ def ids(count: int) -> "array[int]":
 
 
 def keys(memory: SegmentCache, scope: CacheScope, texts: list[str]) -> list[bool]:
-    return [token_ids is not None for _, token_ids in memory.find(scope, texts)]
+    return [token_ids is not None for _, token_ids in memory.find_keys_and_tokens(scope, texts)]
 
 
 def put(memory: SegmentCache, scope: CacheScope, text: str, token_ids: "array[int]") -> None:
-    memory.remember(scope, memory.find(scope, [text])[0][0], token_ids)
+    memory.remember(scope, memory.find_keys_and_tokens(scope, [text])[0][0], token_ids)
 
 
 def test_above_its_bound_a_tenants_least_recently_used_segments_are_evicted_whatever_its_salts() -> None:
@@ -289,7 +289,7 @@ def test_above_its_bound_a_tenants_least_recently_used_segments_are_evicted_what
     put(memory, other, "other", ids(100))
     for scope, text in ((one, "x"), (one, "y"), (two, "z")):
         put(memory, scope, text, ids(100))
-    memory.find(one, ["x"])
+    memory.find_keys_and_tokens(one, ["x"])
     put(memory, two, "w", ids(100))
     assert keys(memory, one, ["x", "y"]) == [True, False] and keys(memory, two, ["z", "w"]) == [True, True]
     assert keys(memory, other, ["other"]) == [True]

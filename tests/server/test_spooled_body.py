@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import Request
 
 from headstart.http import spooled_body
-from headstart.http.body_reader import BodyReader
+from headstart.http.body_reader import BudgetedBodyReader
 from headstart.http.spooled_body import PIECE_BYTES, SpooledBody, spool_to_file
 
 DATA = bytes(range(256)) * (3 * PIECE_BYTES // 256) + b"end"
@@ -67,21 +67,21 @@ def request_of(*pieces: bytes) -> Request:
 
 
 def test_only_bodies_above_the_bound_are_in_files_and_all_are_whole() -> None:
-    reader, before = BodyReader(1000), open_files()
+    reader, before = BudgetedBodyReader(1000), open_files()
     for pieces in ([b"a" * 10], [b"a" * 6, b"b" * 4], [b""]):
-        assert asyncio.run(reader.read_spooled(request_of(*pieces), 10)) == b"".join(pieces)
+        assert asyncio.run(reader.read_spooling_if_large(request_of(*pieces), 10)) == b"".join(pieces)
     for pieces in ([b"a" * 11], [b"a" * 6, b"b" * 5], [b"a" * 6, b"b" * 6, b"c" * 7, b""]):
-        body = asyncio.run(reader.read_spooled(request_of(*pieces), 10))
+        body = asyncio.run(reader.read_spooling_if_large(request_of(*pieces), 10))
         assert isinstance(body, SpooledBody) and body.read() == b"".join(pieces)
         body.close()
-    assert reader.held_bytes == 0 and open_files() == before
+    assert reader.total_held_bytes == 0 and open_files() == before
 
 
 def test_the_file_of_a_body_that_is_refused_is_closed() -> None:
-    reader, before = BodyReader(30, 60), open_files()
+    reader, before = BudgetedBodyReader(30, 60), open_files()
     with pytest.raises(Exception, match="at most 30"):
-        asyncio.run(reader.read_spooled(request_of(b"a" * 20, b"b" * 20), 10))
-    assert reader.held_bytes == 0 and open_files() == before
+        asyncio.run(reader.read_spooling_if_large(request_of(b"a" * 20, b"b" * 20), 10))
+    assert reader.total_held_bytes == 0 and open_files() == before
 
 
 @pytest.mark.parametrize("good_writes", [0, 1, 2])
@@ -98,14 +98,14 @@ def test_without_space_for_a_file_a_body_is_in_memory(monkeypatch: pytest.Monkey
     before = open_files()
     monkeypatch.setattr(spooled_body.os, "pwrite", failing)
     pieces = [b"a" * 8, b"b" * 8, b"c" * 8, b"d" * 8]
-    assert asyncio.run(BodyReader(1000).read_spooled(request_of(*pieces), 10)) == b"".join(pieces)
+    assert asyncio.run(BudgetedBodyReader(1000).read_spooling_if_large(request_of(*pieces), 10)) == b"".join(pieces)
     assert open_files() == before
     if not good_writes:
         assert spool_to_file(b"x") is None
 
 
 def test_bodies_in_files_count_as_held_while_they_arrive() -> None:
-    reader = BodyReader(100, 200)
+    reader = BudgetedBodyReader(100, 200)
 
     async def go() -> None:
         blocked = asyncio.Event()
@@ -117,14 +117,14 @@ def test_bodies_in_files_count_as_held_while_they_arrive() -> None:
             await asyncio.sleep(60)
             raise AssertionError
 
-        task = asyncio.create_task(reader.read_spooled(Request({"type": "http", "headers": []}, receive), 10))
+        task = asyncio.create_task(reader.read_spooling_if_large(Request({"type": "http", "headers": []}, receive), 10))
         await blocked.wait()
         await asyncio.sleep(0)
-        assert reader.held_bytes == 90
+        assert reader.total_held_bytes == 90
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert reader.held_bytes == 0
+        assert reader.total_held_bytes == 0
 
     before = open_files()
     asyncio.run(go())

@@ -10,7 +10,7 @@ from server.harness import Inside, inside, until
 from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineStats
 from headstart.server.banner import store_banner_text
-from headstart.server.store_metrics import store_statistics_fields, store_stats_json
+from headstart.server.store_metrics import store_statistics_changes, store_stats_json
 from headstart.store.disk import MISSES
 from headstart.store.writer import LOST
 
@@ -97,7 +97,7 @@ def test_a_statistics_line_counts_since_the_last_one() -> None:
         lost_writes={"overload": 2},
         degraded="reading: it is gone",
     )
-    assert store_statistics_fields(EngineStats(store=before), EngineStats(store=after)) == {
+    assert store_statistics_changes(EngineStats(store=before), EngineStats(store=after)) == {
         "store_loaded": 3,
         "store_missed": 2,
         "store_written": 1,
@@ -106,7 +106,7 @@ def test_a_statistics_line_counts_since_the_last_one() -> None:
         "store_bytes": 99,
         "store_degraded": "reading: it is gone",
     }
-    assert store_statistics_fields(EngineStats(), EngineStats()) == {} and store_stats_json(EngineStats()) is None
+    assert store_statistics_changes(EngineStats(), EngineStats()) == {} and store_stats_json(EngineStats()) is None
 
 
 def test_the_banner_says_where_the_store_is_and_what_of_it_is_of_use() -> None:

@@ -10,7 +10,7 @@ from server.fake_engine import Gate
 from server.harness import Inside, inside, until
 
 from headstart.core.errors import QueueFullError
-from headstart.http.byte_budget import ByteBudget, ByteLease, is_within_tenant_share
+from headstart.http.byte_budget import ByteBudget, ByteLease, may_tenant_hold_more
 from headstart.http.long_work import TenantFairSlots
 from headstart.openai.sandbox import sandbox_pool
 from headstart.openai.sandbox.sandbox_pool import SandboxLostError, SandboxPool, SandboxSpec
@@ -29,7 +29,7 @@ def test_a_tenant_that_fills_the_queue_takes_no_share_of_another(folder: str, ga
     async def run() -> None:
         async with inside(gate.holds(folder, 0), max_num_queued_reqs=64, api_key=tuple(KEYS.values())) as server:
             hog = [asyncio.create_task(ask(server, "hog", number)) for number in range(120)]
-            await until(lambda: server.engine.num_waiting == 64 and sum(task.done() for task in hog) == 56)
+            await until(lambda: server.engine.num_awaiting_first_token == 64 and sum(task.done() for task in hog) == 56)
             one = [asyncio.create_task(ask(server, "one", number)) for number in range(40)]
             await until(lambda: sum(task.done() for task in one) == 8)  # 32 are its share
             assert await ask(server, "hog", 0) == 429
@@ -46,7 +46,7 @@ def test_what_is_held_is_bounded_and_a_share_is_never_refused(asked: list[tuple[
     held: dict[int, int] = {}
     for tenant, more in asked:
         own, shares = held.get(tenant, 0), len(held.keys() | {tenant})
-        taken = is_within_tenant_share(sum(held.values()), own, more, limit, shares)
+        taken = may_tenant_hold_more(sum(held.values()), own, more, limit, shares)
         assert taken or own + more > limit // shares
         if shares == 1:
             assert taken == (own + more <= limit)  # one tenant: as if there were no shares

@@ -133,13 +133,13 @@ def test_the_chat_template_is_found_wherever_it_is_kept(tmp_path: Path, where: s
         (folder / "chat_template.jinja").write_text("D{{ messages[0].content }}")
     if where == "json":
         (folder / "chat_template.json").write_text(json.dumps({"chat_template": "D{{ messages[0].content }}"}))
-    assert Tokenizer.from_folder(folder).render_chat([{"role": "user", "content": "hi"}]) == "Dhi"
+    assert Tokenizer.from_folder(folder).render_chat_text([{"role": "user", "content": "hi"}]) == "Dhi"
 
 
 def test_a_model_without_a_chat_template_says_so(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(write(tmp_path, BYTE_LEVEL, chat_template=None))
     with pytest.raises(InvalidRequestError, match="no chat template; use /v1/completions"):
-        tokenizer.render_chat([{"role": "user", "content": "hi"}])
+        tokenizer.render_chat_text([{"role": "user", "content": "hi"}])
 
 
 def test_an_old_folder_with_vocabulary_and_merges_is_converted(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_the_front_end_imports_neither_torch_nor_transformers(tmp_path: Path) ->
         "import headstart.openai.responses, headstart.openai.engine_requests\n"
         "from headstart.openai.tokenizer.tokenizer import Tokenizer\n"
         f"t = Tokenizer.from_folder({str(folder)!r})\n"
-        "assert t.decode(t.encode(t.render_chat([{'role': 'user', 'content': 'hi'}])))\n"
+        "assert t.decode(t.encode(t.render_chat_text([{'role': 'user', 'content': 'hi'}])))\n"
         "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])\n"
     )
     path = {"PYTHONPATH": str(Path(headstart.__file__).parents[1])}

@@ -88,7 +88,7 @@ def add(tracer: Tracer, count: int) -> None:
     for _ in range(count):
         one = record()
         one.trace, one.status = tracer.begin(one, "chat", []), 200
-        tracer.end(one, one.arrival)
+        tracer.end_trace(one, one.arrival)
 
 
 def test_spans_beyond_the_queue_are_dropped_and_counted_while_the_collector_hangs(

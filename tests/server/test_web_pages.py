@@ -12,7 +12,7 @@ from headstart.config.options import ServerOptions, TenantEntry
 from headstart.core.errors import ConfigError
 from headstart.http.auth import Authenticator
 from headstart.http.http_errors import HttpError
-from headstart.http.web_pages import WebPageAccess, reveals_proxy_or_page
+from headstart.http.web_pages import WebPageAccess, is_proxy_or_page_header
 
 READ = ["/v1/cache/explain?request_id=r", "/metrics", "/v1/cache/requests", "/v1/prefixes", "/v1/models", "/health"]
 
@@ -103,7 +103,7 @@ def test_whatever_is_served_a_foreign_name_administers_nothing(host: str) -> Non
 )
 def test_what_a_proxy_adds_marks_a_client_as_remote(header: str) -> None:
     asked = scope("localhost", path="/reset_prefix_cache", **{header: "x"})
-    assert reveals_proxy_or_page(header.replace("_", "-").encode())
+    assert is_proxy_or_page_header(header.replace("_", "-").encode())
     with pytest.raises(HttpError, match="administrator key"):
         Authenticator((), (), b"secret").authorise(asked)
 

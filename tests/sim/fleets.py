@@ -75,6 +75,6 @@ def check_conservation(found: VirtualFleet, asked: Sequence[SimRequest]) -> None
     for replica in found.replicas.values():
         replica.pool.check_invariants()
         if not replica.scheduler.has_work:
-            assert replica.pool.num_free == replica.pool.num_usable, "a block is neither held nor free"
+            assert replica.pool.num_free == replica.pool.usable_capacity, "a block is neither held nor free"
     for router in found.routers:
         assert all(endpoint.load.num_requests == 0 for endpoint in router.endpoints.values())

@@ -63,7 +63,7 @@ class VirtualReplica:
 
     def flush(self) -> None:
         """Clear the prefix cache; requests in flight continue."""
-        self.pool.clear()
+        self.pool.clear_published()
 
     def restart(self, num_blocks: int, block_size: int) -> None:
         """Restart with an empty cache of other sizes. Only when no request is in flight."""
@@ -79,8 +79,8 @@ class VirtualReplica:
         found = [entry[0] for entry in takewhile(bool, map(pool.published_entry, job.block_hashes)) if entry]
         prompt_tokens = job.arrival.request.prompt.num_tokens
         total = -(-(prompt_tokens + job.arrival.output) // self.block_size)
-        assert total <= pool.num_usable, f"a request of {total} blocks never fits into {pool.num_usable}"
-        if total - len(found) > pool.num_available_to_tenant(found):
+        assert total <= pool.usable_capacity, f"a request of {total} blocks never fits into {pool.usable_capacity}"
+        if total - len(found) > pool.num_available_after_acquire(found):
             return None
         self.waiting.popleft()
         pool.acquire(found)

@@ -12,7 +12,7 @@ from headstart.cli import main as cli
 from headstart.router.decision_log import DecisionRecord
 from headstart.sim.sim_request import requests_from_trace
 from headstart.workload.recorded.trace_units import TraceUnits
-from headstart.workload.traces import MAX_TOKENS, read_trace
+from headstart.workload.traces import MAX_TOKENS, parse_trace
 
 MOONCAKE: dict[str, Any] = {"timestamp": 0, "input_length": 1000, "output_length": 4, "hash_ids": [1, 2]}
 AGENT: dict[str, Any] = {"timestamp": 1_700_000_000_000_000, "input": "some text", "output": "more", "session_id": "s"}
@@ -98,14 +98,14 @@ def test_a_scenario_that_never_ends_is_refused(
 
 def test_hash_ids_may_be_of_any_size_and_only_those_of_the_prompt_are_kept() -> None:
     rows = [{**MOONCAKE, "hash_ids": [2**70, 7, -5]}, {**MOONCAKE, "hash_ids": [2**70, 8]}]
-    first, second = requests_from_trace(read_trace(map(json.dumps, rows), TraceUnits(512)))
+    first, second = requests_from_trace(parse_trace(map(json.dumps, rows), TraceUnits(512)))
     assert (
         first.prompt_token_ids()[:512] == second.prompt_token_ids()[:512]
         and first.prompt_token_ids()[512:] != second.prompt_token_ids()[512:]
     )
     many = json.dumps({**MOONCAKE, "hash_ids": list(range(200_000))})
-    read_trace([many], TraceUnits(512))
+    parse_trace([many], TraceUnits(512))
     tracemalloc.start()
-    (trace,) = requests_from_trace(read_trace([many], TraceUnits(512)))
+    (trace,) = requests_from_trace(parse_trace([many], TraceUnits(512)))
     assert len(trace.block_ids) == 2 and tracemalloc.get_traced_memory()[0] < 1 << 20
     tracemalloc.stop()

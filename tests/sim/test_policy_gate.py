@@ -24,7 +24,7 @@ DECODES = replace(REFERENCE, num_blocks=800)
 
 
 def run(policy: str, asked: Sequence[SimRequest], profile: ReplicaProfile) -> FleetReport:
-    found = fleet_report(SimulationConfig(profile, 8, policy).run_workload(asked))
+    found = fleet_report(SimulationConfig(profile, 8, policy).run_new_fleet(asked))
     assert found.summary.errors == 0
     return found
 
@@ -61,14 +61,16 @@ def test_cost_is_close_to_exact_knowledge_and_not_dominated(
 def test_the_gate_notices_a_policy_that_learns_wrong_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica's luck taken for its speed, as before: the gate has to fail."""
     exact = oracle_ttft_of_the_sample()  # before the fault
-    monkeypatch.setattr(RateLearner, "slowdown", lambda self, pace, now: 3.0 ** (8 * pace.mean_log_slowdown(now)))
+    monkeypatch.setattr(
+        RateLearner, "slowdown_versus_fleet", lambda self, pace, now: 3.0 ** (8 * pace.mean_log_slowdown(now))
+    )
     monkeypatch.setattr(RateLearner, "is_unreliable", False)
     assert ttft(run("cost", SAMPLED, REFERENCE)) > 1.10 * exact
 
 
 @pytest.mark.parametrize("budget", [512, 2048])
 def test_the_tokens_of_a_step_are_learned_from_token_events(budget: int) -> None:
-    fleet = SimulationConfig(replace(REFERENCE, max_batched_tokens=budget), 8).run_workload(
+    fleet = SimulationConfig(replace(REFERENCE, max_batched_tokens=budget), 8).run_new_fleet(
         read_trace_requests(SAMPLE, count=100)
     )
     found = sorted(endpoint.load.max_step_tokens for endpoint in fleet.routers[0].endpoints.values())

@@ -104,7 +104,7 @@ def test_a_request_that_never_fits_fails_and_others_are_served() -> None:
 def test_a_stopped_replica_breaks_its_requests_and_those_without_a_token_are_served_elsewhere() -> None:
     found = fleet(2, profile(), policy="round-robin")
     asked = [ask(0.0, 8, 50), ask(0.0, 8, 50, first=40), ask(9.5, 8, 2, first=80), ask(9.6, 8, 2, first=90)]
-    found.at(10.0, lambda now: found.stop("r0", now))
+    found.at(10.0, lambda now: found.stop_replica("r0", now))
     found.run(asked)
     check_conservation(found, asked)
     by_id = {int(one.record.request_id): one for one in found.records}
@@ -116,7 +116,7 @@ def test_a_stopped_replica_breaks_its_requests_and_those_without_a_token_are_ser
 
 def test_a_fleet_without_replicas_up_fails_its_requests() -> None:
     found = fleet(1, profile())
-    found.at(0.0, lambda now: found.stop("r0", now))
+    found.at(0.0, lambda now: found.stop_replica("r0", now))
     asked = [ask(1.0, 8, 2)]
     found.run(asked)
     assert found.records[0].record.error is not None

@@ -14,7 +14,7 @@ from headstart.sim.sim_workload import (
     SYNTHETIC,
     read_decision_log_requests,
     read_trace_requests,
-    slice_requests,
+    slice_and_rebase_requests,
     synthetic_requests,
 )
 
@@ -135,4 +135,4 @@ def test_lines_that_are_no_decisions_are_named(tmp_path: Path) -> None:
 
 def test_a_window_keeps_the_distances() -> None:
     asked = requests(1, 10)
-    assert [one.at for one in slice_requests(asked, 4, 2)] == [0.0, pytest.approx(asked[5].at - asked[4].at)]
+    assert [one.at for one in slice_and_rebase_requests(asked, 4, 2)] == [0.0, pytest.approx(asked[5].at - asked[4].at)]

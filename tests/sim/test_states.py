@@ -10,7 +10,7 @@ import pytest
 from headstart.core.cache.hashing import is_checkpoint_page_hash
 from headstart.core.errors import ConfigError
 from headstart.sim.profile import REFERENCE, ReplicaProfile
-from headstart.sim.profile_file import load_profile, read_profile_file, write_profile_file
+from headstart.sim.profile_file import read_profile_file, resolve_profile, write_profile_file
 from headstart.sim.sim_replica import SimReplica
 
 HYBRID = replace(REFERENCE, num_blocks=64, block_size=16, state_tokens=40)
@@ -40,7 +40,7 @@ def test_a_branch_of_a_hybrid_is_found_at_second_sight(profile: ReplicaProfile, 
 
 
 def test_a_profile_of_a_hybrid_knows_the_size_of_its_state(tmp_path: Path) -> None:
-    assert load_profile("qwen3.5-9b@l40s").state_tokens == 1608
+    assert resolve_profile("qwen3.5-9b@l40s").state_tokens == 1608
     write_profile_file(HYBRID, tmp_path / "mine.json", {})
     assert read_profile_file(tmp_path / "mine.json") == HYBRID
     document = json.loads((tmp_path / "mine.json").read_text())

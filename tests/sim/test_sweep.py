@@ -42,7 +42,7 @@ def test_means_and_spread_are_of_the_seeds() -> None:
 
 
 def test_a_report_adds_up() -> None:
-    fleet = SimulationConfig(profile(20), 2, "round-robin").run_workload(requests(7, 60))
+    fleet = SimulationConfig(profile(20), 2, "round-robin").run_new_fleet(requests(7, 60))
     found = fleet_report(fleet, Slo(ttft=5.0))
     assert sum(found.sources.values()) == pytest.approx(1.0)
     assert found.sources["computed"] == pytest.approx(1 - found.summary.cached_share)
@@ -58,7 +58,7 @@ def test_a_report_adds_up() -> None:
 
 
 def test_one_replica_with_space_for_everything_has_no_redundancy() -> None:
-    fleet = SimulationConfig(profile(4000), 1).run_workload(requests(3, 40, gap=40.0))
+    fleet = SimulationConfig(profile(4000), 1).run_new_fleet(requests(3, 40, gap=40.0))
     assert fleet_report(fleet).redundancy == pytest.approx(1.0)
 
 
@@ -70,7 +70,7 @@ def test_the_smallest_fleet_meets_the_limits_and_one_less_does_not() -> None:
     assert found.replicas is not None and found.replicas > 2 and found.report is not None
     assert found.report.holds and found.num_runs == len(set(tried))
     fewer = fleet_report(
-        SimulationConfig(profile(24), found.replicas - 1, "least-load").run_workload(asked), limits.slo
+        SimulationConfig(profile(24), found.replicas - 1, "least-load").run_new_fleet(asked), limits.slo
     )
     assert not fewer.holds
 

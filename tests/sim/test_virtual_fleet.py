@@ -171,7 +171,7 @@ def test_an_index_larger_than_the_cache_shrinks_and_predicts_better_than_one_tha
         error.append(one.prediction_error / one.num_reported)
         shadow = one.endpoints["r0"].index
         assert isinstance(shadow, ApproximateIndex)
-        assert (shadow.capacity < 192) == corrects
+        assert (shadow.estimated_capacity < 192) == corrects
     assert error[0] < 0.5 * error[1]
 
 

@@ -20,7 +20,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.files, self.clock = Disk(), Clock()
         self.catalog = SegmentCatalog(folder, SHAPE, MAX_BYTES, self.files, self.clock)
-        self.catalog.append([(key, content(key.block_hash)) for key in keys(*range(1, 9))])
+        self.catalog.write_new_blocks([(key, content(key.block_hash)) for key in keys(*range(1, 9))])
         self.loader = BlockLoader(self.catalog, BLOCK_BYTES, self.clock)
         self.thread = threading.Thread(target=self.loader.run, daemon=True)
         self.thread.start()
@@ -40,7 +40,7 @@ class Bench:
     def give_back(self, *pieces: LoadedPiece) -> None:
         for piece in pieces:
             assert piece.buffer is not None
-            self.loader.give_back(piece.buffer)
+            self.loader.release_buffer(piece.buffer)
 
     def misses(self, wanted: list[BlockKey]) -> str | None:
         """Why a load of one piece ended."""
@@ -115,7 +115,7 @@ def test_a_mistake_of_ours_is_a_miss_and_does_not_end_the_thread(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(bench.catalog, "read", None)
+        patched.setattr(bench.catalog, "read_blocks_until_miss", None)
         assert bench.misses(keys(1)) == "io"
     assert bench.misses(keys(1)) is None and "Traceback" in capsys.readouterr().err
 

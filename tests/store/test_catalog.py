@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_what_was_appended_is_read_again(folder: Path) -> None:
     catalog, blocks = opened(folder), chain(10)
-    assert catalog.append(blocks) == 10 == catalog.num_blocks
+    assert catalog.write_new_blocks(blocks) == 10 == catalog.num_blocks
     assert all(catalog.contains(name) for name in names(blocks)) and not catalog.contains(name_of(10))
     assert read(catalog, blocks) == (10, None)
     assert read(catalog, chain(12)) == (10, "gone")
@@ -50,9 +50,9 @@ def test_what_was_appended_is_read_again(folder: Path) -> None:
 
 def test_it_is_there_after_a_restart_and_for_others(folder: Path) -> None:
     catalog, other = opened(folder), opened(folder)
-    catalog.append(chain(100))
+    catalog.write_new_blocks(chain(100))
     assert read(other, chain(1)) == (0, "gone")
-    other.refresh()
+    other.refresh_from_other_writers()
     assert read(other, chain(100)) == read(opened(folder), chain(100)) == (100, None)
     assert catalog.num_segments == other.num_segments == 2  # of 66 each
 
@@ -60,8 +60,8 @@ def test_it_is_there_after_a_restart_and_for_others(folder: Path) -> None:
 def test_what_is_added_to_a_segment_that_is_known_is_found_too(folder: Path) -> None:
     catalog, other = opened(folder), opened(folder)
     for first in range(0, 200, 7):
-        catalog.append(chain(7, first=first))
-        other.refresh()
+        catalog.write_new_blocks(chain(7, first=first))
+        other.refresh_from_other_writers()
         assert read(other, chain(first + 7)) == (first + 7, None)
     assert other.num_bytes > 200 * SHAPE.block_bytes
 
@@ -77,9 +77,9 @@ def test_files_are_for_us_alone(folder: Path) -> None:
 
 def test_a_block_is_stored_once(folder: Path) -> None:
     catalog = opened(folder)
-    assert catalog.append(chain(3)) == 3
-    assert catalog.append(chain(5)) == 2
-    assert catalog.append([*chain(1, first=9), *chain(1, first=9)]) == 1
+    assert catalog.write_new_blocks(chain(3)) == 3
+    assert catalog.write_new_blocks(chain(5)) == 2
+    assert catalog.write_new_blocks([*chain(1, first=9), *chain(1, first=9)]) == 1
     assert catalog.num_blocks == 6
 
 
@@ -106,7 +106,7 @@ def test_a_file_that_gives_a_few_bytes_at_a_time_is_read_and_written_whole(folde
             return super().pwritev(fd, [memoryview(buffers[0])[:50]], offset)
 
     catalog = opened(folder, files=Slow())
-    catalog.append(chain(5))
+    catalog.write_new_blocks(chain(5))
     assert read(catalog, chain(5)) == read(opened(folder), chain(5)) == (5, None)
 
 
@@ -114,7 +114,7 @@ def test_a_file_that_gives_a_few_bytes_at_a_time_is_read_and_written_whole(folde
 def test_another_block_under_that_name_is_a_mismatch(folder: Path, field: str) -> None:
     """A block under the name of another is not served, and is given up."""
     catalog = opened(folder)
-    catalog.append(chain(3))
+    catalog.write_new_blocks(chain(3))
     key, content = chain(3)[1]
     other = key._replace(parent=name_of(99)) if field == "parent" else key._replace(tokens=bytes(16))
     assert read(catalog, [chain(3)[0], (other, content)]) == (1, "mismatch")
@@ -129,7 +129,7 @@ def test_names_cut_to_a_few_bits_never_give_a_wrong_block(folder: Path) -> None:
         for key, content in chain(2000)
     ]
     for block in short:
-        catalog.append([block])
+        catalog.write_new_blocks([block])
         served += read(catalog, [block])[0]
     assert served > 1  # the others met another block under their name
 
@@ -150,61 +150,61 @@ def test_a_second_copy_is_served_when_the_first_is_damaged(folder: Path) -> None
 
 def test_what_was_discarded_comes_back_nowhere(folder: Path) -> None:
     catalog, other = opened(folder), opened(folder)
-    catalog.append(chain(5))
-    other.refresh()
-    other.discard([name_of(2), name_of(77)])  # in a segment that another process writes
+    catalog.write_new_blocks(chain(5))
+    other.refresh_from_other_writers()
+    other.discard_blocks([name_of(2), name_of(77)])  # in a segment that another process writes
     assert not other.contains(name_of(2))
     assert read(catalog, chain(5)) == (2, "gone") and not catalog.contains(name_of(2))
     late = opened(folder)
     assert read(late, chain(5)) == (2, "gone") and late.num_blocks == 4 and late.num_corrupt == 0
-    catalog.append([(key_of(2), content_of(2))])
-    late.refresh()
+    catalog.write_new_blocks([(key_of(2), content_of(2))])
+    late.refresh_from_other_writers()
     assert read(late, chain(5)) == (5, None)
 
 
 def test_every_copy_of_what_was_discarded_is_marked(folder: Path) -> None:
     first, second = opened(folder), opened(folder)
-    first.append(chain(2))
-    second.append(chain(2))
-    first.refresh()
-    first.discard([name_of(0)])
+    first.write_new_blocks(chain(2))
+    second.write_new_blocks(chain(2))
+    first.refresh_from_other_writers()
+    first.discard_blocks([name_of(0)])
     assert read(second, chain(1)) == read(opened(folder), chain(1)) == (0, "gone")
 
 
 def test_a_discard_that_fails_is_told_but_holds_here(folder: Path) -> None:
     class ReadOnly(FileSystemCalls):
-        def open(self, path: Path, *, to_write: bool = False) -> int:
+        def open_own_file(self, path: Path, *, to_write: bool = False) -> int:
             if to_write:
                 raise OSError(errno.EROFS, "read-only")
-            return super().open(path)
+            return super().open_own_file(path)
 
     fill(folder, chain(3))
     catalog = opened(folder, files=ReadOnly())
     with pytest.raises(OSError, match="read-only"):
-        catalog.discard([name_of(0), name_of(1)])
-    catalog.refresh()
+        catalog.discard_blocks([name_of(0), name_of(1)])
+    catalog.refresh_from_other_writers()
     assert not catalog.contains(name_of(0)) and not catalog.contains(name_of(1)) and catalog.contains(name_of(2))
 
 
 def test_clearing_deletes_the_segments_of_all(folder: Path) -> None:
     catalog, other = opened(folder), opened(folder)
-    catalog.append(chain(5))
+    catalog.write_new_blocks(chain(5))
     fill(folder, chain(5, seed=1), shape=StoredBlockFormat(b"o" * 32, 4, 64))
-    other.refresh()
+    other.refresh_from_other_writers()
     other.clear()
     assert segment_files(folder) == [] and (other.num_blocks, other.num_bytes, other.num_segments) == (0, 0, 0)
-    catalog.append(chain(1, first=50))  # its file is gone: it begins another
+    catalog.write_new_blocks(chain(1, first=50))  # its file is gone: it begins another
     assert read(catalog, chain(1, first=50)) == (1, None)
     assert read(catalog, chain(1)) == (0, "gone")
-    other.refresh()
+    other.refresh_from_other_writers()
     assert read(other, chain(1, first=50)) == (1, None) and other.num_blocks == 1
 
 
 def test_a_writer_whose_file_was_deleted_begins_another(folder: Path) -> None:
     catalog = opened(folder)
-    catalog.append(chain(5))
+    catalog.write_new_blocks(chain(5))
     segment_files(folder)[0].unlink()
-    assert catalog.append(chain(5, seed=1)) == 5
+    assert catalog.write_new_blocks(chain(5, seed=1)) == 5
     assert len(segment_files(folder)) == 1
     assert read(opened(folder), chain(5, seed=1)) == (5, None)
     assert catalog.num_blocks == 5 and read(catalog, chain(5)) == (0, "gone")
@@ -213,40 +213,40 @@ def test_a_writer_whose_file_was_deleted_begins_another(folder: Path) -> None:
 @pytest.mark.parametrize("damage", ["renamed", "a folder now"])
 def test_a_writer_whose_file_is_called_otherwise_now_begins_another(folder: Path, damage: str) -> None:
     catalog = opened(folder)
-    catalog.append(chain(5))
+    catalog.write_new_blocks(chain(5))
     (path,) = segment_files(folder)
     path.rename(folder / "kept")
     if damage == "a folder now":
         path.mkdir()
-    catalog.refresh()
-    catalog.append(chain(5, seed=1))
+    catalog.refresh_from_other_writers()
+    catalog.write_new_blocks(chain(5, seed=1))
     assert read(catalog, chain(5, seed=1)) == (5, None) == read(opened(folder), chain(5, seed=1))
 
 
 def test_a_folder_that_vanished_is_made_again(folder: Path) -> None:
     catalog = opened(folder)
-    catalog.append(chain(5))
+    catalog.write_new_blocks(chain(5))
     shutil.rmtree(folder)
     assert read(catalog, chain(5)) == (0, "gone")
     with pytest.raises(FileNotFoundError):
-        catalog.append(chain(1, first=9))
-    catalog.refresh()
+        catalog.write_new_blocks(chain(1, first=9))
+    catalog.refresh_from_other_writers()
     assert catalog.num_blocks == catalog.num_bytes == 0
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    catalog.append(chain(5))
+    catalog.write_new_blocks(chain(5))
     assert read(opened(folder), chain(5)) == (5, None)
 
 
 def test_a_folder_whose_parent_vanished_raises(tmp_path: Path) -> None:
     catalog = opened(tmp_path / "a" / "store")
-    catalog.append(chain(5))
+    catalog.write_new_blocks(chain(5))
     shutil.rmtree(tmp_path / "a")
     with pytest.raises(FileNotFoundError):
-        catalog.refresh()
+        catalog.refresh_from_other_writers()
     assert catalog.num_blocks == 0
     (tmp_path / "a").mkdir()
-    catalog.refresh()
-    catalog.append(chain(5))
+    catalog.refresh_from_other_writers()
+    catalog.write_new_blocks(chain(5))
     assert read(catalog, chain(5)) == (5, None)
 
 
@@ -282,7 +282,7 @@ def test_a_write_that_fails_anywhere_leaves_nothing_wrong_behind(folder: Path, e
         failed = 0
         for first in range(0, 80, 20):
             try:
-                catalog.append(chain(20, first=first))
+                catalog.write_new_blocks(chain(20, first=first))
             except OSError as found:
                 assert found.errno == error
                 failed += 1
@@ -308,7 +308,7 @@ def test_an_error_while_reading_is_told_and_forgets_nothing(folder: Path) -> Non
     files = Broken()
     catalog, buffer = opened(folder, files=files), memoryview(bytearray(3 * 64))
     files.error = errno.EIO
-    found = catalog.read([key for key, _ in chain(3)], buffer)
+    found = catalog.read_blocks_until_miss([key for key, _ in chain(3)], buffer)
     assert found.num_blocks == 0 and found.miss == "io" and found.error is not None and found.error.errno == errno.EIO
     files.error = 0
     assert read(catalog, chain(3)) == (3, None)
@@ -318,19 +318,19 @@ def test_too_many_open_files_loses_no_segment(folder: Path) -> None:
     class Starved(FileSystemCalls):
         is_starved = True
 
-        def open(self, path: Path, *, to_write: bool = False) -> int:
+        def open_own_file(self, path: Path, *, to_write: bool = False) -> int:
             if self.is_starved:
                 raise OSError(errno.EMFILE, "too many open files")
-            return super().open(path, to_write=to_write)
+            return super().open_own_file(path, to_write=to_write)
 
     fill(folder, chain(3))
     files = Starved()
     catalog = SegmentCatalog(folder, SHAPE, SMALL, files, FakeClock())
     for _ in range(2):
         with pytest.raises(OSError, match="too many"):
-            catalog.refresh()
+            catalog.refresh_from_other_writers()
     files.is_starved = False
-    catalog.refresh()
+    catalog.refresh_from_other_writers()
     assert read(catalog, chain(3)) == (3, None)
 
 
@@ -338,9 +338,9 @@ def test_a_folder_that_does_not_change_is_not_listed_again(folder: Path) -> None
     class Counting(FileSystemCalls):
         num_lists = 0
 
-        def list(self, folder: Path) -> list[FileEntry]:
+        def list_entries(self, folder: Path) -> list[FileEntry]:
             self.num_lists += 1
-            return super().list(folder)
+            return super().list_entries(folder)
 
     fill(folder, chain(3))
     os.utime(folder, (1, 1))  # so that the next change shows, however soon it comes
@@ -348,24 +348,24 @@ def test_a_folder_that_does_not_change_is_not_listed_again(folder: Path) -> None
     catalog = opened(folder, files=files, clock=clock)
     clock.now = 10.0
     before = files.num_lists
-    catalog.refresh()
+    catalog.refresh_from_other_writers()
     assert files.num_lists == before
     fill(folder, chain(3, seed=1))
-    catalog.refresh()
+    catalog.refresh_from_other_writers()
     assert files.num_lists == before + 1 and read(catalog, chain(3, seed=1)) == (3, None)
-    catalog.refresh()
+    catalog.refresh_from_other_writers()
     assert files.num_lists == before + 2  # a second change might have had the same mtime
 
 
 def test_use_renews_the_age_of_a_file_once_a_second(folder: Path) -> None:
     path, clock = fill(folder, chain(3)), FakeClock()
     catalog = opened(folder, clock=clock)
-    for use in (lambda: read(catalog, chain(1)), lambda: catalog.used([name_of(2)])):
+    for use in (lambda: read(catalog, chain(1)), lambda: catalog.mark_used([name_of(2)])):
         clock.now += 2
         age(path, 1000)
         use()
         renewed = path.stat().st_mtime
-        assert renewed > FileSystemCalls().mtime_now() - 500
+        assert renewed > FileSystemCalls().mtime_clock_now() - 500
         age(path, 1000)
         use()
         assert path.stat().st_mtime < renewed - 500
@@ -376,15 +376,15 @@ def test_a_size_that_holds_no_block_is_refused(folder: Path) -> None:
         SegmentCatalog(folder, SHAPE, 4000)
     catalog = opened(folder, max_bytes=4160)
     catalog.make_room(64, kept=())
-    catalog.append(chain(1))
+    catalog.write_new_blocks(chain(1))
     catalog.make_room(64, kept=())
-    catalog.append(chain(1, seed=1))
+    catalog.write_new_blocks(chain(1, seed=1))
     assert read(catalog, chain(1, seed=1)) == (1, None) and catalog.num_blocks == 1
 
 
 def test_a_closed_catalog_can_be_closed_again(folder: Path) -> None:
     catalog = opened(folder)
-    catalog.append(chain(PER_SEGMENT + 1))
+    catalog.write_new_blocks(chain(PER_SEGMENT + 1))
     catalog.close()
     catalog.close()
     assert read(catalog, chain(3)) == (3, None)

@@ -19,7 +19,7 @@ import pytest
 from stored_blocks import SHAPE, Block, Watched, chain, fill, opened, read, segment_files
 from xxhash import xxh3_128_digest
 
-from headstart.store.format import HEADER_BYTES, SegmentHeader, StoredBlockFormat, decode_header
+from headstart.store.format import HEADER_BYTES, SegmentHeader, StoredBlockFormat, decode_segment_header
 from headstart.store.segment import segment_id
 
 NUM = 6  # blocks in each segment
@@ -62,7 +62,9 @@ class Folder:
         name = self.blocks[0][0][0].block_hash
         if name not in self.contents[self.first]:
             self.blocks.reverse()  # blocks[0] are those of the first file
-        self.header = decode_header(self.contents[self.first][:HEADER_BYTES], segment_id(self.first.name) or b"")
+        self.header = decode_segment_header(
+            self.contents[self.first][:HEADER_BYTES], segment_id(self.first.name) or b""
+        )
 
     def restore(self) -> None:
         for file in self.path.iterdir():
@@ -90,7 +92,7 @@ def run(folder: Folder, cases: Iterable[Case]) -> Counter[str]:
         if number % 2:
             catalog = opened(folder.path, files=files)
             case.damage(folder.first)
-            catalog.refresh()
+            catalog.refresh_from_other_writers()
         else:
             case.damage(folder.first)
             catalog = opened(folder.path, files=files)
@@ -190,7 +192,7 @@ def overwritten(header: SegmentHeader) -> Iterator[Case]:
             slot
             for slot in range(NUM)
             if start < HEADER_BYTES
-            or _overlap(hit, header.entry_offset(slot), SHAPE.entry_bytes)
+            or _overlap(hit, header.entry_offset(slot), SHAPE.table_entry_bytes)
             or _overlap(hit, header.payload_offset(slot), SHAPE.block_bytes)
         )
         yield Case(f"{length} bytes at {start}", put(start, new), lost, is_noticed=False)
@@ -208,8 +210,8 @@ def test_flipped_bits_of_a_header_cost_its_file_and_nothing_else(folder: Folder)
 
 def test_flipped_bits_of_an_entry_cost_its_block_and_nothing_else(folder: Folder) -> None:
     reasons = run(folder, entry_flips(folder.header))
-    assert reasons["cases"] == 2 * SHAPE.entry_bytes
-    assert reasons["entry"] == reasons["corrupt"] == SHAPE.entry_bytes  # found by the scan, or by the read
+    assert reasons["cases"] == 2 * SHAPE.table_entry_bytes
+    assert reasons["entry"] == reasons["corrupt"] == SHAPE.table_entry_bytes  # found by the scan, or by the read
 
 
 def test_flipped_bits_of_a_payload_cost_its_block_and_nothing_else(folder: Folder) -> None:
@@ -252,7 +254,7 @@ def test_two_files_under_each_others_name_serve_nothing(folder: Folder) -> None:
         early = opened(folder.path)
         swapped_files(folder.first)
         catalog = early if is_open else opened(folder.path)
-        catalog.refresh()
+        catalog.refresh_from_other_writers()
         assert [read(catalog, blocks)[0] for blocks in folder.blocks] == [0, 0]
         assert is_open or catalog.skipped_by_reason["swapped"] == 2
 
@@ -365,10 +367,10 @@ def test_an_unreadable_file_is_counted_and_the_others_are_served(folder: Folder,
     first = folder.first
 
     class Unreadable(Watched):
-        def open(self, path: Path, *, to_write: bool = False) -> int:
+        def open_own_file(self, path: Path, *, to_write: bool = False) -> int:
             if path == first:
                 raise OSError(error, os.strerror(error))
-            return super().open(path, to_write=to_write)
+            return super().open_own_file(path, to_write=to_write)
 
     catalog = opened(folder.path, files=Unreadable())
     assert catalog.skipped_by_reason["unreadable"] == 1
@@ -382,7 +384,7 @@ def test_an_empty_file_is_short(folder: Folder) -> None:
 def test_a_huge_sparse_file_costs_neither_memory_nor_room(folder: Folder) -> None:
     """It says that it holds as many blocks as the format allows, and is a terabyte long, of nothing."""
     own_id = bytes(range(8))
-    slots = ((256 << 20) - 8192) // (SHAPE.entry_bytes + SHAPE.block_bytes)
+    slots = ((256 << 20) - 8192) // (SHAPE.table_entry_bytes + SHAPE.block_bytes)
     header = SegmentHeader(SHAPE, min(slots, 1 << 20), own_id)
     path = folder.path / f"{own_id.hex()}.kv"
     content = folder.contents[folder.first]
@@ -413,7 +415,7 @@ def test_files_that_are_not_ours_are_neither_read_nor_counted_nor_deleted(folder
 def test_a_whole_block_of_zeros_in_the_table_hides_only_what_it_covers(folder: Folder) -> None:
     """A page of the table that never reached the disk, though later ones did."""
     header = folder.header
-    damage = put(header.entry_offset(1), bytes(3 * SHAPE.entry_bytes))
+    damage = put(header.entry_offset(1), bytes(3 * SHAPE.table_entry_bytes))
     run(folder, [Case("zeros", damage, frozenset({1, 2, 3}))] * 2)
 
 

@@ -22,7 +22,7 @@ class Watched(FileSystemCalls):
         self.refusal, self.late_refusal, self.part, self.picky = refusal, late_refusal, part, picky
         self.written: list[int] = []
 
-    def open_direct(self, path: Path) -> int:
+    def open_for_direct_write(self, path: Path) -> int:
         if self.refusal:
             raise OSError(self.refusal, "refused")
         return os.open(path, os.O_WRONLY)  # the system that runs the tests may have none

@@ -51,7 +51,7 @@ def opened(tmp_path: Path, pool: Pool) -> Iterator[Open]:
 
     def opens(**options: object) -> DiskStore:
         store = DiskStore(tmp_path / "kv", SHAPE, MAX_BYTES, **options)  # type: ignore[arg-type]
-        store.start_writing(pool)
+        store.set_block_source(pool)
         made.append(store)
         return store
 
@@ -120,7 +120,7 @@ def test_loads_come_in_the_order_in_which_they_were_asked_for(opened: Open, pool
     asked = [store.begin_load(keys(number, number + 1)) for number in range(1, 8)] + [store.begin_load([])]
     came: list[int] = []
     while len(came) < len(asked):
-        store.wait_for_loads(1.0)
+        store.wait_for_any_load(1.0)
         for loaded in store.poll_loads():
             assert copied(store, loaded) == contents(*range(loaded.load_id, loaded.load_id + len(loaded.data)))
             came.append(loaded.load_id)
@@ -138,9 +138,9 @@ def test_long_loads_come_in_pieces_whose_buffers_are_reused(
     store.begin_load(keys(*range(1, 10)))
     held, found = [], []
     while len(held) < 2:
-        store.wait_for_loads(1.0)
+        store.wait_for_any_load(1.0)
         held += store.poll_loads()
-    store.wait_for_loads(0.2)  # two buffers, and both are lent: nothing more can come
+    store.wait_for_any_load(0.2)  # two buffers, and both are lent: nothing more can come
     assert store.poll_loads() == [] and [len(loaded.data) for loaded in held] == [2, 2]
     while held:
         loaded = held.pop(0)
@@ -165,7 +165,7 @@ def test_nothing_is_written_before_there_is_a_source(tmp_path: Path, pool: Pool)
     store = DiskStore(tmp_path, SHAPE, MAX_BYTES)
     pool.offer(store, 1)
     assert store.stats().num_pending == 1
-    store.start_writing(pool)
+    store.set_block_source(pool)
     assert written(store, 1)
     store.close()
 
@@ -189,7 +189,7 @@ def test_what_was_pending_when_it_was_distrusted_is_not_written(tmp_path: Path, 
     store = DiskStore(tmp_path, SHAPE, MAX_BYTES)
     pool.offer(store, 1, 2)
     store.discard_corrupt(names(1))
-    store.start_writing(pool)
+    store.set_block_source(pool)
     assert written(store, 2) and settled(store) and not store.contains(name(1)) and pool.asked == [2]
     store.close()
 
@@ -206,7 +206,7 @@ def test_what_is_distrusted_during_its_load_does_not_come(opened: Open, pool: Po
     found: dict[int, list[bytes]] = {}
     ends: list[int] = []
     while len(ends) < 3:
-        store.wait_for_loads(1.0)
+        store.wait_for_any_load(1.0)
         for loaded in store.poll_loads():
             found[loaded.load_id] = found.get(loaded.load_id, []) + copied(store, loaded)
             ends += [loaded.load_id] * loaded.is_last
@@ -339,7 +339,7 @@ def test_a_closed_store_ends_its_loads_and_takes_nothing_more(
     store.set_pinned(names(1))
     store.discard_corrupt(names(2))
     store.clear()
-    store.wait_for_loads(0.0)
+    store.wait_for_any_load(0.0)
     assert store.expected_load_seconds(1) == float("inf") and store.stats().num_pending == 0
 
 
@@ -347,15 +347,15 @@ def test_closing_lasts_as_long_as_blocks_are_written(opened: Open, pool: Pool, m
     class Slow(Disk):
         """Every write takes a second of a clock that `disk` alone has, and that stands still between writes."""
 
-        now, is_writing, is_slow = 0.0, False, False
+        at, is_writing, is_slow = 0.0, False, False
 
         def monotonic(self) -> float:
-            self.mtime_now += self.is_writing
-            return self.mtime_now
+            self.at += self.is_writing
+            return self.at
 
         def pwritev(self, fd: int, buffers: Sequence[Data], offset: int) -> int:
-            until_then, self.is_writing = self.mtime_now + 1.0, self.is_slow
-            assert not self.is_slow or until(lambda: self.mtime_now >= until_then)
+            until_then, self.is_writing = self.at + 1.0, self.is_slow
+            assert not self.is_slow or until(lambda: self.at >= until_then)
             self.is_writing = False
             return super().pwritev(fd, buffers, offset)
 
@@ -368,7 +368,7 @@ def test_closing_lasts_as_long_as_blocks_are_written(opened: Open, pool: Pool, m
     files.is_slow = True
     files.gate.set()
     store.close()
-    assert files.now > 2 * disk.CLOSE_SECONDS and all(store.contains(name(number)) for number in range(1, 11))
+    assert files.at > 2 * disk.CLOSE_SECONDS and all(store.contains(name(number)) for number in range(1, 11))
 
 
 def test_closing_does_not_wait_for_a_disk_that_hangs(opened: Open, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +400,7 @@ def test_closing_ends_within_the_seconds_it_is_given(opened: Open, pool: Pool, m
 
 def test_a_store_that_is_dropped_ends_its_threads(tmp_path: Path, pool: Pool) -> None:
     store = DiskStore(tmp_path, SHAPE, MAX_BYTES)
-    store.start_writing(pool)
+    store.set_block_source(pool)
     pool.offer(store, 1)
     ours = store._finalizer.peek()[2][3]  # type: ignore[index]
     del store
@@ -412,7 +412,7 @@ def test_an_interpreter_that_ends_without_closing_writes_first_and_does_not_hang
     script = (
         "from pathlib import Path\nfrom headstart.store.disk import DiskStore\nfrom stored import *\n"
         "import patience\npatience.prefer_the_store(setattr)\n"
-        f"store = DiskStore(Path({str(tmp_path)!r}), SHAPE, MAX_BYTES)\nstore.start_writing(Pool())\n"
+        f"store = DiskStore(Path({str(tmp_path)!r}), SHAPE, MAX_BYTES)\nstore.set_block_source(Pool())\n"
         "Pool().offer(store, 1, 2)\n"
     )
     done = subprocess.run(
@@ -434,7 +434,7 @@ def test_a_size_that_holds_no_block_is_refused(tmp_path: Path, size: int) -> Non
 
 def test_pinned_blocks_stay_when_the_store_is_far_too_small_for_the_rest(tmp_path: Path, pool: Pool) -> None:
     store = DiskStore(tmp_path, SHAPE, 64 * BLOCK_BYTES)
-    store.start_writing(pool)
+    store.set_block_source(pool)
     kept = list[BlockHash](names(1, 2, 3))
     store.set_pinned(iter(kept))
     pool.offer(store, 1, 2, 3)

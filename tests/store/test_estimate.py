@@ -13,7 +13,7 @@ def measured(num_blocks: int = 10, seconds: float = 1.0, latency: float = 0.0) -
 
 def test_nothing_measured_is_no_time() -> None:
     estimate = LoadTimeEstimate()
-    estimate.asked(0.0)
+    estimate.record_load_start(0.0)
     assert estimate.expected(100, 0.0) == 0.0 == estimate.blocks_per_s()
 
 
@@ -63,5 +63,5 @@ def test_unconfirmed_it_fades_until_one_load_is_tried_and_holds_for_all_others_m
     estimate = measured()
     assert estimate.expected(10, 5.0) == pytest.approx(1.0)
     assert estimate.expected(10, 10.0) == pytest.approx(0.5) and estimate.expected(10, 60.0) < 0.001
-    estimate.asked(60.0)
+    estimate.record_load_start(60.0)
     assert estimate.expected(10, 60.0) == pytest.approx(1.0)

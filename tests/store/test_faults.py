@@ -27,7 +27,7 @@ from stored import (
     until,
 )
 
-from headstart.core.cache.block_store import Data, LoadedBlocks
+from headstart.core.cache.block_store import BlockLoadPart, Data
 from headstart.core.cache.hashing import BlockHash
 from headstart.store import block_loader as loader
 from headstart.store import writer
@@ -48,7 +48,7 @@ class Sick:
     def __init__(self, folder: Path, files: Disk | None = None) -> None:
         self.files, self.clock, self.pool = files or Disk(), Clock(), Pool()
         self.store = DiskStore(folder, SHAPE, MAX_BYTES, files=self.files, clock=self.clock)
-        self.store.start_writing(self.pool)
+        self.store.set_block_source(self.pool)
 
     def use(self, first: int, num: int) -> None:
         """Offers and loads while the disk may fail: whatever comes back is right."""
@@ -158,13 +158,13 @@ class Replica:
     def __init__(self, folder: Path, tag: str, max_bytes: int, offered: dict[BlockHash, set[bytes]]) -> None:
         self.files, self.clock = Disk(), Clock()
         self.store = DiskStore(folder, SHAPE, max_bytes, files=self.files, clock=self.clock)
-        self.store.start_writing(self.read)
+        self.store.set_block_source(self.read)
         self.tag, self.offered = tag, offered
         self.own: dict[BlockHash, set[bytes]] = defaultdict(set)
         self.bad: dict[BlockHash, set[bytes]] = defaultdict(set)  # what must not come back to this one
         self.blocks: dict[int, tuple[int, bytes]] = {}  # version, content
         self.loads: dict[int, list[int]] = {}  # what has not come yet
-        self.held: list[LoadedBlocks] = []
+        self.held: list[BlockLoadPart] = []
         self.num_loaded = 0
 
     def read(self, block: int, version: int) -> Data | None:
@@ -246,7 +246,7 @@ def test_whatever_two_stores_do_each_block_is_one_that_was_offered_under_its_key
         replica = rng.choice(replicas)
         replica.clock.now += 0.5
         act(replica, rng, may_forget=not small)
-        replica.store.wait_for_loads(rng.choice([0.0, 0.001]))
+        replica.store.wait_for_any_load(rng.choice([0.0, 0.001]))
         replica.poll(rng)
     for replica in replicas:
         replica.files.heal()

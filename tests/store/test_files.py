@@ -14,7 +14,7 @@ from headstart.store.files import (
     FileSystemCalls,
     UnsafeFileError,
     create_store_folder,
-    read_folder_secret,
+    read_or_create_folder_secret,
 )
 
 
@@ -28,7 +28,7 @@ def test_the_folder_is_made_for_us_alone_whatever_the_umask(tmp_path: Path) -> N
         create_store_folder(folder)
         create_store_folder(folder)
         os.close(FileSystemCalls().create(folder / "x"))
-        read_folder_secret(folder)
+        read_or_create_folder_secret(folder)
     finally:
         os.umask(before)
     assert mode_of(folder) == 0o700
@@ -64,9 +64,9 @@ def test_a_link_to_a_folder_of_ours_will_do(tmp_path: Path) -> None:
 
 
 def test_the_secret_is_made_once_and_leaves_nothing_else(tmp_path: Path) -> None:
-    secret = read_folder_secret(tmp_path / "store")
-    assert len(secret) == SECRET_BYTES and read_folder_secret(tmp_path / "store") == secret
-    assert read_folder_secret(tmp_path / "other") != secret
+    secret = read_or_create_folder_secret(tmp_path / "store")
+    assert len(secret) == SECRET_BYTES and read_or_create_folder_secret(tmp_path / "store") == secret
+    assert read_or_create_folder_secret(tmp_path / "other") != secret
     assert [path.name for path in (tmp_path / "store").iterdir()] == ["secret"]
 
 
@@ -74,8 +74,8 @@ def test_processes_that_start_together_agree_on_the_secret(tmp_path: Path) -> No
     code = """
 from pathlib import Path
 import sys
-from headstart.store.files import read_folder_secret
-print(read_folder_secret(Path(sys.argv[1])).hex())
+from headstart.store.files import read_or_create_folder_secret
+print(read_or_create_folder_secret(Path(sys.argv[1])).hex())
 """
     argv = [sys.executable, "-c", code, str(tmp_path / "store")]
     started = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) for _ in range(4)]
@@ -85,22 +85,22 @@ print(read_folder_secret(Path(sys.argv[1])).hex())
 
 def test_a_secret_that_is_damaged_or_open_to_others_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    read_folder_secret(folder)
+    read_or_create_folder_secret(folder)
     (folder / "secret").chmod(0o640)
     with pytest.raises(ConfigError, match="open to others"):
-        read_folder_secret(folder)
+        read_or_create_folder_secret(folder)
     (folder / "secret").chmod(0o600)
     for content in (b"", b"short", b"x" * 33):
         (folder / "secret").write_bytes(content)
         with pytest.raises(ConfigError, match="damaged"):
-            read_folder_secret(folder)
+            read_or_create_folder_secret(folder)
 
 
 def test_a_secret_that_is_a_link_is_refused(tmp_path: Path) -> None:
     create_store_folder(tmp_path / "store")
     (tmp_path / "store" / "secret").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="secret"):
-        read_folder_secret(tmp_path / "store")
+        read_or_create_folder_secret(tmp_path / "store")
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -111,14 +111,14 @@ def test_links_pipes_and_folders_are_not_opened(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError):
-        files.open(tmp_path / "link")
+        files.open_own_file(tmp_path / "link")
     for name in ("pipe", "folder"):
         with pytest.raises(UnsafeFileError):
-            files.open(tmp_path / name)
+            files.open_own_file(tmp_path / name)
     num_open = len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
     for _ in range(3):
         with pytest.raises(UnsafeFileError):
-            files.open(tmp_path / "pipe")
+            files.open_own_file(tmp_path / "pipe")
     assert not num_open or len(os.listdir("/proc/self/fd")) == num_open  # none is left open
 
 
@@ -126,18 +126,18 @@ def test_a_file_is_listed_by_what_it_takes_on_the_disk(tmp_path: Path) -> None:
     (tmp_path / "sparse").write_bytes(b"x")
     os.truncate(tmp_path / "sparse", 1 << 40)
     (tmp_path / "link").symlink_to("sparse")
-    listed = {entry.name: entry for entry in FileSystemCalls().list(tmp_path)}
+    listed = {entry.name: entry for entry in FileSystemCalls().list_entries(tmp_path)}
     assert listed["sparse"].size == 1 << 40 and 0 < listed["sparse"].num_bytes < 1 << 20
     assert listed["sparse"].is_safe and not listed["link"].is_safe
-    assert FileSystemCalls().stat(tmp_path / "sparse") == listed["sparse"]
+    assert FileSystemCalls().lstat(tmp_path / "sparse") == listed["sparse"]
 
 
 def test_one_at_a_time_has_the_lock(tmp_path: Path) -> None:
     files = FileSystemCalls()
-    first = files.lock(tmp_path / "lock")
-    assert first is not None and files.lock(tmp_path / "lock") is None
+    first = files.try_lock(tmp_path / "lock")
+    assert first is not None and files.try_lock(tmp_path / "lock") is None
     files.close(first)
-    again = files.lock(tmp_path / "lock")
+    again = files.try_lock(tmp_path / "lock")
     assert again is not None
     files.close(again)
 
@@ -159,5 +159,5 @@ def test_files_that_are_touched_at_once_keep_their_order(tmp_path: Path) -> None
         path.touch()
     for path in paths[::-1]:
         files.touch(path)
-    mtimes = [entry.mtime for entry in sorted(files.list(tmp_path), key=lambda entry: int(entry.name))]
+    mtimes = [entry.mtime for entry in sorted(files.list_entries(tmp_path), key=lambda entry: int(entry.name))]
     assert mtimes == sorted(set(mtimes), reverse=True)

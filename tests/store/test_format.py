@@ -17,9 +17,9 @@ from headstart.store.format import (
     StoredBlockFormat,
     decode_block_hashes,
     decode_entry,
-    decode_header,
-    encode_entry,
+    decode_segment_header,
     encode_header,
+    encode_slot_entry,
     payload_checksum,
 )
 
@@ -34,7 +34,7 @@ def raises(reason: str) -> "pytest.RaisesExc[FormatError]":
 
 def test_a_header_comes_back_as_it_was() -> None:
     raw = encode_header(HEADER)
-    assert len(raw) == HEADER_BYTES and decode_header(raw, OWN_ID) == HEADER
+    assert len(raw) == HEADER_BYTES and decode_segment_header(raw, OWN_ID) == HEADER
 
 
 def test_the_bytes_of_a_header_are_fixed() -> None:
@@ -48,9 +48,9 @@ def test_the_bytes_of_a_header_are_fixed() -> None:
 
 
 def test_positions_follow_from_the_shape() -> None:
-    assert SHAPE.entry_bytes == 72 + 16 + 32
+    assert SHAPE.table_entry_bytes == 72 + 16 + 32
     assert HEADER.payload_start == 4096
-    assert HEADER.entry_offset(1) - HEADER.entry_offset(0) == SHAPE.entry_bytes
+    assert HEADER.entry_offset(1) - HEADER.entry_offset(0) == SHAPE.table_entry_bytes
     assert HEADER.file_bytes == HEADER.payload_offset(10) == 4096 + 640
     assert [HEADER.num_slots_within(size) for size in (0, 4095, 4096 + 63, 4096 + 64, 4096 + 640, 1 << 50)] == [
         0, 0, 0, 1, 10, 10,
@@ -77,11 +77,11 @@ def test_sizes_that_we_would_not_write_are_no_header(num_slots: int) -> None:
 def test_lengths_that_agree_with_each_other_but_are_beyond_reason_are_refused(header: SegmentHeader) -> None:
     """Under a checksum that is right: a header with sizes of no model, which no writer writes."""
     shape = header.shape
-    sizes = (1, HEADER_BYTES, shape.entry_bytes, shape.block_size, shape.block_bytes, header.num_slots)
+    sizes = (1, HEADER_BYTES, shape.table_entry_bytes, shape.block_size, shape.block_bytes, header.num_slots)
     raw = struct.pack("<8sIIIIQQQ32s8s", MAGIC, *sizes, header.payload_start, shape.fingerprint, OWN_ID)
     raw = raw.ljust(HEADER_BYTES - 16, b"\0")
     with raises("lengths"):
-        decode_header(raw + xxh3_128_digest(raw), OWN_ID)
+        decode_segment_header(raw + xxh3_128_digest(raw), OWN_ID)
 
 
 def test_only_a_single_block_may_be_longer_than_a_segment() -> None:
@@ -95,23 +95,23 @@ def test_every_flipped_bit_of_a_header_is_told() -> None:
         wrong = bytearray(raw)
         wrong[at // 8] ^= 1 << at % 8
         with pytest.raises(FormatError):
-            decode_header(bytes(wrong), OWN_ID)
+            decode_segment_header(bytes(wrong), OWN_ID)
 
 
 def test_a_header_is_good_under_its_own_name_only() -> None:
     with raises("swapped"):
-        decode_header(encode_header(HEADER), bytes(8))
+        decode_segment_header(encode_header(HEADER), bytes(8))
     with raises("short"):
-        decode_header(encode_header(HEADER)[:-1], OWN_ID)
+        decode_segment_header(encode_header(HEADER)[:-1], OWN_ID)
 
 
 def test_an_entry_comes_back_as_it_was() -> None:
-    raw = encode_entry(HEADER, 7, ENTRY)
-    assert len(raw) == SHAPE.entry_bytes and decode_entry(HEADER, 7, raw) == ENTRY
+    raw = encode_slot_entry(HEADER, 7, ENTRY)
+    assert len(raw) == SHAPE.table_entry_bytes and decode_entry(HEADER, 7, raw) == ENTRY
 
 
 def test_every_flipped_bit_of_an_entry_is_told() -> None:
-    raw = encode_entry(HEADER, 7, ENTRY)
+    raw = encode_slot_entry(HEADER, 7, ENTRY)
     for at in range(8 * len(raw)):
         wrong = bytearray(raw)
         wrong[at // 8] ^= 1 << at % 8
@@ -120,7 +120,7 @@ def test_every_flipped_bit_of_an_entry_is_told() -> None:
 
 
 def test_an_entry_is_good_in_its_own_slot_and_file_only() -> None:
-    raw = encode_entry(HEADER, 7, ENTRY)
+    raw = encode_slot_entry(HEADER, 7, ENTRY)
     with raises("checksum"):
         decode_entry(HEADER, 6, raw)
     with raises("checksum"):
@@ -129,20 +129,22 @@ def test_an_entry_is_good_in_its_own_slot_and_file_only() -> None:
 
 def test_empty_short_and_discarded_entries_are_told_apart() -> None:
     for raw, reason in [
-        (bytes(SHAPE.entry_bytes), "empty"),
-        (encode_entry(HEADER, 0, ENTRY)[:-1], "short"),
-        (encode_entry(HEADER, 0, ENTRY, discarded=True), "discarded"),
+        (bytes(SHAPE.table_entry_bytes), "empty"),
+        (encode_slot_entry(HEADER, 0, ENTRY)[:-1], "short"),
+        (encode_slot_entry(HEADER, 0, ENTRY, discarded=True), "discarded"),
     ]:
         with raises(reason):
             decode_entry(HEADER, 0, raw)
 
 
 def test_names_are_read_up_to_the_last_entry_and_damaged_ones_have_none() -> None:
-    entries = [encode_entry(HEADER, 2 + place, BlockEntry(key_of(place), payload_checksum(b""))) for place in range(5)]
-    entries[1] = encode_entry(HEADER, 3, ENTRY, discarded=True)
-    entries[2] = b"x" * SHAPE.entry_bytes
-    entries[3] = bytes(SHAPE.entry_bytes)
-    table = b"".join(entries) + bytes(3 * SHAPE.entry_bytes) + b"incomplete"
+    entries = [
+        encode_slot_entry(HEADER, 2 + place, BlockEntry(key_of(place), payload_checksum(b""))) for place in range(5)
+    ]
+    entries[1] = encode_slot_entry(HEADER, 3, ENTRY, discarded=True)
+    entries[2] = b"x" * SHAPE.table_entry_bytes
+    entries[3] = bytes(SHAPE.table_entry_bytes)
+    table = b"".join(entries) + bytes(3 * SHAPE.table_entry_bytes) + b"incomplete"
     found = decode_block_hashes(HEADER, 2, table)
     assert found.by_slot == [key_of(0).block_hash, b"", b"", b"", key_of(4).block_hash]
     assert found.bad == [2, 3]
@@ -152,7 +154,7 @@ def test_names_are_read_up_to_the_last_entry_and_damaged_ones_have_none() -> Non
 def test_the_scan_and_the_read_agree_on_every_flag() -> None:
     """A flag that this version does not know, under a checksum that is right, is no block to either."""
     for place in range(8):
-        raw = bytearray(encode_entry(HEADER, 0, ENTRY)[:-16])
+        raw = bytearray(encode_slot_entry(HEADER, 0, ENTRY)[:-16])
         raw[place] ^= 0x40
         seed = int.from_bytes(OWN_ID, "little")
         whole = bytes(raw) + xxh3_128_digest(bytes(raw), seed)

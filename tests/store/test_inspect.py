@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_is_counted_by_model(folder: Path) -> None:
-    found, now = inspect.stat_folder(folder), FileSystemCalls().mtime_now()
+    found, now = inspect.stat_folder(folder), FileSystemCalls().mtime_clock_now()
     assert [(stats.shape, stats.num_segments, stats.num_blocks) for stats in found.shapes] == [
         (SHAPE, 2, 20),
         (OTHER, 1, 5),
@@ -87,7 +87,7 @@ def test_an_unreadable_file_is_told(folder: Path) -> None:
 
 
 def test_discarded_blocks_are_neither_good_nor_bad(folder: Path) -> None:
-    opened(folder).discard([name_of(0), name_of(19)])
+    opened(folder).discard_blocks([name_of(0), name_of(19)])
     assert inspect.stat_folder(folder).shapes[0].num_blocks == 18
     report = inspect.verify_folder(folder)
     assert report.num_good == 23 and report.num_bad == 0
@@ -102,9 +102,9 @@ def test_clearing_deletes_our_files_and_no_others(folder: Path) -> None:
     num_files, num_bytes = inspect.clear_folder(folder)
     assert num_files == 4 and num_bytes > 25 * 64
     assert sorted(path.name for path in folder.iterdir()) == [f"{'3' * 16}.kv", "notes.txt", "secret"]
-    user.refresh()
+    user.refresh_from_other_writers()
     assert read(user, chain(1)) == (0, "gone")
-    user.append(chain(1))
+    user.write_new_blocks(chain(1))
     assert read(user, chain(1)) == (1, None)
 
 

@@ -151,7 +151,7 @@ def load_all(store: DiskStore, keys: list[BlockKey]) -> Iterator[tuple[BlockKey,
         deadline = time.monotonic() + PATIENCE
         while not last:
             assert time.monotonic() < deadline, "a load never ended"
-            store.wait_for_loads(0.1)
+            store.wait_for_any_load(0.1)
             for loaded in store.poll_loads():
                 assert loaded.load_id == load_id
                 for data in loaded.data:

@@ -75,7 +75,7 @@ def test_put_back_they_are_the_next_but_not_in_place_of_a_newer_version() -> Non
 def test_shedding_spares_the_pinned_and_the_newest() -> None:
     waiting = pending(1, 2, 3, 4)
     waiting.set_pinned({name(1)})
-    assert waiting.drop_oldest(1) == 2 and waiting.drop_oldest(1) == 0
+    assert waiting.trim_to_newest(1) == 2 and waiting.trim_to_newest(1) == 0
     assert taken(waiting) == [1, 4]
 
 

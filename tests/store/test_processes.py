@@ -103,7 +103,7 @@ def test_two_processes_that_evict_at_once_stay_within_the_size_and_serve_nothing
     reader: SegmentCatalog = opened(folder, max_bytes)
     served, largest = 0, 0
     while all(process.is_running() for process in processes) and served < 20_000:
-        reader.refresh()
+        reader.refresh_from_other_writers()
         largest = max(largest, _bytes_of(folder))
         for seed in (0, 1):
             for at in range(0, num, 97):

@@ -15,7 +15,7 @@ pytest.importorskip("cryptography")
 from headstart.cli.main import main  # noqa: E402
 from headstart.store.disk import TierStore  # noqa: E402
 from headstart.store.tiers import redis_tier  # noqa: E402
-from headstart.store.tiers.redis_link import RedisConnection  # noqa: E402
+from headstart.store.tiers.redis_link import RedisConnections  # noqa: E402
 from headstart.store.tiers.redis_tier import RedisTier  # noqa: E402
 
 PASSWORD = "hunter2"
@@ -56,7 +56,7 @@ def opened(cluster: RedisClusterServers, pool: Pool) -> Iterator[Open]:
 
     def opens() -> TierStore:
         made.append(TierStore(RedisTier(cluster.url, PASSWORD, SHAPE, SECRET, 600), BLOCK_BYTES))
-        made[-1].start_writing(pool)
+        made[-1].set_block_source(pool)
         return made[-1]
 
     yield opens
@@ -95,18 +95,20 @@ def test_blocks_are_spread_over_all_nodes_and_read_by_another_process(
     wanted, buffer = keys(*NUMBERS), memoryview(bytearray(NUM * BLOCK_BYTES))
     for _ in range(2):  # in pieces, each asked for while one is opened; the second time what was asked for is dropped
         ahead = keys(1, 2, 3)
-        assert tier.read(wanted, buffer, ahead).num_blocks == NUM and bytes(buffer) == b"".join(contents(*NUMBERS))
-    assert tier.read(ahead, buffer).num_blocks == 3 and not any(reads.stats().misses.values())
+        assert tier.read_blocks_until_miss(wanted, buffer, ahead).num_blocks == NUM and bytes(buffer) == b"".join(
+            contents(*NUMBERS)
+        )
+    assert tier.read_blocks_until_miss(ahead, buffer).num_blocks == 3 and not any(reads.stats().misses.values())
     writes.close()
     later = opened()
     assert later.stats().num_blocks == NUM and load(later, keys(*NUMBERS)) == contents(*NUMBERS)
 
 
 def test_blocks_are_written_to_all_nodes_before_one_learns_of_them(cluster: RedisClusterServers) -> None:
-    nodes = RedisConnection(cluster.url, PASSWORD, 30.0)._nodes
+    nodes = RedisConnections(cluster.url, PASSWORD, 30.0)._nodes
     stored = [b"%d" % number for number in NUMBERS]
     for last in stored[:12]:
-        found = list(nodes.by_server([*stored, last]).items())
+        found = list(nodes.key_indices_by_server([*stored, last]).items())
         assert len(found) == NUM_PRIMARIES and found[-1][1][-1] == NUM
         assert sorted(place for _, places in found for place in places) == list(range(NUM + 1))
     nodes.disconnect()
@@ -120,9 +122,9 @@ def test_a_read_starts_no_thread_once_connected(
     assert written(store, *NUMBERS) and load(store, keys(*NUMBERS)) == contents(*NUMBERS)
     store.close()
     tier = RedisTier(cluster.url, PASSWORD, SHAPE, SECRET, 600)
-    assert tier.read(keys(*NUMBERS), memoryview(bytearray(NUM * BLOCK_BYTES))).num_blocks == NUM
+    assert tier.read_blocks_until_miss(keys(*NUMBERS), memoryview(bytearray(NUM * BLOCK_BYTES))).num_blocks == NUM
     monkeypatch.setattr("threading.Thread.start", None)
-    assert tier.read(keys(*NUMBERS), memoryview(bytearray(NUM * BLOCK_BYTES))).num_blocks == NUM
+    assert tier.read_blocks_until_miss(keys(*NUMBERS), memoryview(bytearray(NUM * BLOCK_BYTES))).num_blocks == NUM
     monkeypatch.undo()
     tier.close()
 

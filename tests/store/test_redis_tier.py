@@ -60,7 +60,7 @@ def opened(server: RedisServer, pool: Pool) -> Iterator[Open]:
     def opens(url: str = "", secret: bytes = SECRET, shape: object = SHAPE, ttl: int = TTL) -> TierStore:
         tier = RedisTier(url or server.url, None, shape, secret, ttl)  # type: ignore[arg-type]
         made.append(TierStore(tier, BLOCK_BYTES))
-        made[-1].start_writing(pool)
+        made[-1].set_block_source(pool)
         return made[-1]
 
     yield opens
@@ -94,14 +94,14 @@ def test_the_next_piece_is_asked_for_while_one_is_opened(server: RedisServer, op
     tier = RedisTier(server.url, None, SHAPE, SECRET, TTL)
     assert written(writes, *range(1, 5))
     first, second, buffer = keys(1, 2), keys(3, 4), bytearray(2 * BLOCK_BYTES)
-    assert tier.read(first, memoryview(buffer), second).num_blocks == 2 and bytes(buffer) == content(name(1)) + content(
-        name(2)
-    )
+    assert tier.read_blocks_until_miss(first, memoryview(buffer), second).num_blocks == 2 and bytes(buffer) == content(
+        name(1)
+    ) + content(name(2))
     asked = client(server)
     assert until(lambda: asked.info("commandstats")["cmdstat_mget"]["calls"] == 2)
     asked.flushall()  # the server has answered already
-    assert tier.read(second, memoryview(buffer)).num_blocks == 2
-    assert tier.read(list(second), memoryview(buffer)).miss == "gone", "it is for one load"
+    assert tier.read_blocks_until_miss(second, memoryview(buffer)).num_blocks == 2
+    assert tier.read_blocks_until_miss(list(second), memoryview(buffer)).miss == "gone", "it is for one load"
     tier.close()
 
 
@@ -116,7 +116,9 @@ def test_values_are_received_into_one_buffer(server: RedisServer, opened: Open, 
     for piece in pieces:
         values = tier._fetch(piece)
         buffers |= {id(value.obj) for value in values if value is not None}
-        assert all(SEALER.open_block(one, value, buffer) is None for one, value in zip(piece, values, strict=True))
+        assert all(
+            SEALER.unseal_block_into(one, value, buffer) is None for one, value in zip(piece, values, strict=True)
+        )
     assert buffers == {id(tier._received)}
     tier.close()
 
@@ -130,7 +132,10 @@ def test_an_answer_that_was_not_received_is_none_of_the_next_load(
     assert written(writes, *range(1, 9))
     buffer = bytearray(2 * BLOCK_BYTES)
     for first, ahead in ((1, 3), (5, 7), (3, 1), (7, 5)):  # each load is given up with a piece asked for
-        assert tier.read(keys(first, first + 1), memoryview(buffer), keys(ahead, ahead + 1)).num_blocks == 2
+        assert (
+            tier.read_blocks_until_miss(keys(first, first + 1), memoryview(buffer), keys(ahead, ahead + 1)).num_blocks
+            == 2
+        )
         assert bytes(buffer) == b"".join(contents(first, first + 1))
     tier.close()
 
@@ -145,7 +150,7 @@ def test_a_read_starts_no_thread_once_connected(
     assert written(writes, 1, 2) and len(tier._fetch(keys(1))) == 1
     writes.close()
     monkeypatch.setattr(threading.Thread, "start", None)
-    assert tier.read(keys(1, 2), memoryview(bytearray(2 * BLOCK_BYTES))).num_blocks == 2
+    assert tier.read_blocks_until_miss(keys(1, 2), memoryview(bytearray(2 * BLOCK_BYTES))).num_blocks == 2
     monkeypatch.undo()
     tier.close()
 
@@ -185,7 +190,9 @@ def test_a_longer_value_is_a_miss_and_the_others_are_read(
     store = opened()
     pool.offer(store, 1, 2, 3)
     assert written(store, 1, 2, 3) and settled(store)
-    client(server).set(redis_inspect.PREFIX + SEALER.space.encode() + b":b:" + SEALER.name(name(2)), bytes(length))
+    client(server).set(
+        redis_inspect.PREFIX + SEALER.space.encode() + b":b:" + SEALER.external_block_name(name(2)), bytes(length)
+    )
     tier = store._catalog
     assert isinstance(tier, RedisTier)
     sizes = [-1 if value is None else len(value) for value in tier._fetch(keys(1, 2, 3, 9))]
@@ -197,11 +204,11 @@ def test_a_longer_value_is_a_miss_and_the_others_are_read(
 def test_sealing_takes_no_new_memory_for_each_block(server: RedisServer) -> None:
     tier = RedisTier(server.url, None, SHAPE, SECRET, TTL)
     blocks = [[(key(n), content(name(n))) for n in range(start, start + 50)] for start in (1, 51, 101)]
-    tier.append(blocks[0])
+    tier.write_new_blocks(blocks[0])
     tracemalloc.start()
     for run in blocks[1:]:
         tracemalloc.reset_peak()
-        assert tier.append(run) == 50
+        assert tier.write_new_blocks(run) == 50
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 25 * SEALER.value_bytes, "a run of 50 blocks is in memory again"
@@ -223,10 +230,10 @@ def test_other_models_and_secrets_see_nothing_and_can_open_nothing(
     (value, _), shown = client(server).mget(stored_names(server)), client(server).keys()
     for other in others:
         other._writer._look_at = float("-inf")  # type: ignore[reportPrivateUsage]
-        other._catalog.refresh()
+        other._catalog.refresh_from_other_writers()
         assert not other.contains(name(1)) and load(other, keys(1, 2)) == []
     wrong = BlockSealer(SECRET[::-1], SHAPE)
-    assert all(wrong.open_block(key(n), value, memoryview(bytearray(BLOCK_BYTES))) == "corrupt" for n in (1, 2))
+    assert all(wrong.unseal_block_into(key(n), value, memoryview(bytearray(BLOCK_BYTES))) == "corrupt" for n in (1, 2))
     everything = b"".join([*shown, value, *map(bytes, client(server).dump(stored_names(server)[0]).split())])
     assert name(1) not in everything and name(1)[:8] not in everything and key(1).tokens not in value
 
@@ -251,16 +258,18 @@ VALUE = sealed(1)
 
 
 def opens(value: object, wanted: int = 1) -> str | None:
-    return SEALER.open_block(key(wanted), value, memoryview(bytearray(BLOCK_BYTES)))
+    return SEALER.unseal_block_into(key(wanted), value, memoryview(bytearray(BLOCK_BYTES)))
 
 
 def test_a_sealed_block_opens_and_two_of_one_block_differ() -> None:
     buffer = bytearray(BLOCK_BYTES)
-    assert SEALER.open_block(key(1), VALUE, memoryview(buffer)) is None and buffer == content(name(1))
-    assert sealed(1) != VALUE and not damage_of_value(VALUE, SEALER.name(name(1)))
-    assert opens(VALUE, 2) == "corrupt" and damage_of_value(VALUE, SEALER.name(name(2))) == "value-checksum"
-    assert SEALER.open_block(key(1)._replace(parent=name(5)), VALUE, memoryview(buffer)) == "mismatch"
-    assert SEALER.open_block(key(1)._replace(tokens=key(2).tokens), VALUE, memoryview(buffer)) == "mismatch"
+    assert SEALER.unseal_block_into(key(1), VALUE, memoryview(buffer)) is None and buffer == content(name(1))
+    assert sealed(1) != VALUE and not damage_of_value(VALUE, SEALER.external_block_name(name(1)))
+    assert (
+        opens(VALUE, 2) == "corrupt" and damage_of_value(VALUE, SEALER.external_block_name(name(2))) == "value-checksum"
+    )
+    assert SEALER.unseal_block_into(key(1)._replace(parent=name(5)), VALUE, memoryview(buffer)) == "mismatch"
+    assert SEALER.unseal_block_into(key(1)._replace(tokens=key(2).tokens), VALUE, memoryview(buffer)) == "mismatch"
 
 
 def test_of_ten_thousand_harmed_values_none_is_opened() -> None:
@@ -343,8 +352,11 @@ def test_blocks_expire_a_time_after_their_last_use(
     store = opened(ttl=TTL)
     pool.offer(store, 1, 2)
     assert written(store, 1, 2) and settled(store)
-    direct, one = client(server), redis_inspect.PREFIX + SEALER.space.encode() + b":b:" + SEALER.name(name(1))
-    assert 0 < direct.ttl(one) <= TTL and len(SEALER.name(name(1))) == NAME_BYTES
+    direct, one = (
+        client(server),
+        redis_inspect.PREFIX + SEALER.space.encode() + b":b:" + SEALER.external_block_name(name(1)),
+    )
+    assert 0 < direct.ttl(one) <= TTL and len(SEALER.external_block_name(name(1))) == NAME_BYTES
     direct.expire(one, 100)
     tier = store._catalog
     assert isinstance(tier, RedisTier)

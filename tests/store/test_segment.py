@@ -10,7 +10,7 @@ from stored_blocks import SHAPE, chain, content_of, key_of, name_of, names
 from headstart.core.cache.block_store import BlockKey, Data
 from headstart.store import segment as segments
 from headstart.store.files import FileSystemCalls
-from headstart.store.format import HEADER_BYTES, SegmentHeader, decode_header
+from headstart.store.format import HEADER_BYTES, SegmentHeader, decode_segment_header
 from headstart.store.segment import Segment, SegmentWriter, is_headerless_segment, leading_adjacent_slots, segment_id
 
 HEADER = SegmentHeader(SHAPE, 8, bytes(range(8)))
@@ -38,22 +38,22 @@ def test_payloads_are_written_before_their_entries_and_in_one_call_each(tmp_path
     writer = SegmentWriter(files, tmp_path, HEADER)
     assert writer.path.read_bytes()[:HEADER_BYTES] and len(writer.path.read_bytes()) == HEADER.payload_start
     files.writes.clear()
-    writer.append(chain(3))
-    writer.append(chain(2, first=3))
+    writer.append_blocks(chain(3))
+    writer.append_blocks(chain(2, first=3))
     assert files.writes == [
         (HEADER.payload_offset(0), 3 * 64),
-        (HEADER.entry_offset(0), 3 * SHAPE.entry_bytes),
+        (HEADER.entry_offset(0), 3 * SHAPE.table_entry_bytes),
         (HEADER.payload_offset(3), 2 * 64),
-        (HEADER.entry_offset(3), 2 * SHAPE.entry_bytes),
+        (HEADER.entry_offset(3), 2 * SHAPE.table_entry_bytes),
     ]
-    assert writer.room == 3
+    assert writer.num_free_slots == 3
     writer.close()
 
 
 def test_a_file_has_its_name_only_with_a_header_in_it(tmp_path: Path) -> None:
     class Watching(FileSystemCalls):
         def rename(self, old: Path, new: Path) -> None:
-            assert decode_header(old.read_bytes()[:HEADER_BYTES], HEADER.segment_id) == HEADER
+            assert decode_segment_header(old.read_bytes()[:HEADER_BYTES], HEADER.segment_id) == HEADER
             assert is_headerless_segment(old.name) and segment_id(new.name) == HEADER.segment_id
             assert [path.name for path in tmp_path.iterdir()] == [old.name]
             super().rename(old, new)
@@ -84,14 +84,14 @@ def test_after_an_entry_that_could_not_be_written_nothing_more_fits(tmp_path: Pa
 
     files = Torn()
     writer = SegmentWriter(files, tmp_path, HEADER)
-    writer.append(chain(2))
+    writer.append_blocks(chain(2))
     files.is_torn = True
     with pytest.raises(OSError, match="torn"):
-        writer.append(chain(2, first=2))
-    assert writer.room == 0
+        writer.append_blocks(chain(2, first=2))
+    assert writer.num_free_slots == 0
     writer.close()
     segment = known(writer)
-    assert segments.add_all_block_hashes(FILES, segment) == 1 and segment.block_hashes == [*names(chain(2)), b""]
+    assert segments.load_all_block_hashes(FILES, segment) == 1 and segment.block_hashes == [*names(chain(2)), b""]
 
 
 def test_a_payload_that_could_not_be_written_is_written_again_in_its_place(tmp_path: Path) -> None:
@@ -107,9 +107,9 @@ def test_a_payload_that_could_not_be_written_is_written_again_in_its_place(tmp_p
     writer = SegmentWriter(files, tmp_path, HEADER)
     files.is_full = True
     with pytest.raises(OSError, match="nothing was written"):
-        writer.append(chain(2))
+        writer.append_blocks(chain(2))
     files.is_full = False
-    writer.append(chain(8, seed=1))
+    writer.append_blocks(chain(8, seed=1))
     writer.close()
     assert segments.read_new_block_hashes(FILES, known(writer)) == (names(chain(8, seed=1)), 0)
 
@@ -117,7 +117,7 @@ def test_a_payload_that_could_not_be_written_is_written_again_in_its_place(tmp_p
 def test_an_entry_that_is_being_written_is_looked_at_again(tmp_path: Path) -> None:
     """Half of it at the first look, all of it at the second: it is not counted as damaged."""
     writer = SegmentWriter(FILES, tmp_path, HEADER)
-    writer.append(chain(3))
+    writer.append_blocks(chain(3))
     whole = writer.path.read_bytes()
     torn = bytearray(whole)
     half = slice(HEADER.entry_offset(1) + 60, HEADER.entry_offset(2))
@@ -134,13 +134,13 @@ def test_an_entry_that_is_being_written_is_looked_at_again(tmp_path: Path) -> No
 
 def test_an_entry_that_is_damaged_twice_is_damaged_and_does_not_hide_the_next(tmp_path: Path) -> None:
     writer = SegmentWriter(FILES, tmp_path, HEADER)
-    writer.append(chain(5))
+    writer.append_blocks(chain(5))
     content = bytearray(writer.path.read_bytes())
     content[HEADER.entry_offset(1) + 60] ^= 1
-    content[HEADER.entry_offset(3) : HEADER.entry_offset(4)] = bytes(SHAPE.entry_bytes)  # never reached the disk
+    content[HEADER.entry_offset(3) : HEADER.entry_offset(4)] = bytes(SHAPE.table_entry_bytes)  # never reached the disk
     writer.path.write_bytes(content)
     segment = known(writer)
-    assert segments.add_all_block_hashes(FILES, segment) == 2
+    assert segments.load_all_block_hashes(FILES, segment) == 2
     assert segment.block_hashes == [name_of(0), b"", name_of(2), b"", name_of(4)]
     writer.close()
 
@@ -148,12 +148,12 @@ def test_an_entry_that_is_damaged_twice_is_damaged_and_does_not_hide_the_next(tm
 def test_a_payload_without_an_entry_is_no_block_and_no_damage(tmp_path: Path) -> None:
     """The file of a writer that is killed between the two."""
     writer = SegmentWriter(FILES, tmp_path, HEADER)
-    writer.append(chain(2))
+    writer.append_blocks(chain(2))
     with writer.path.open("r+b") as file:
         file.seek(HEADER.payload_offset(2))
         file.write(content_of(2))
     segment = known(writer)
-    assert segments.add_all_block_hashes(FILES, segment) == 0 and segment.block_hashes == names(chain(2))
+    assert segments.load_all_block_hashes(FILES, segment) == 0 and segment.block_hashes == names(chain(2))
     assert not segments.is_truncated(FILES, segment)
     writer.close()
 
@@ -161,7 +161,7 @@ def test_a_payload_without_an_entry_is_no_block_and_no_damage(tmp_path: Path) ->
 @pytest.mark.parametrize(("length", "is_cut"), [(256, True), (4095, True), (4096 + 127, True), (4096 + 128, False)])
 def test_a_file_is_cut_if_a_payload_is_missing_that_has_an_entry(tmp_path: Path, length: int, is_cut: bool) -> None:
     writer = SegmentWriter(FILES, tmp_path, HEADER)
-    writer.append(chain(2))
+    writer.append_blocks(chain(2))
     with writer.path.open("r+b") as file:
         file.truncate(length)
     assert segments.is_truncated(FILES, known(writer)) is is_cut
@@ -170,7 +170,7 @@ def test_a_file_is_cut_if_a_payload_is_missing_that_has_an_entry(tmp_path: Path,
 
 def test_blocks_are_read_until_one_is_not_what_it_should_be(tmp_path: Path) -> None:
     writer = SegmentWriter(FILES, tmp_path, HEADER)
-    writer.append(chain(5))
+    writer.append_blocks(chain(5))
     writer.close()
     segment, buffer = known(writer), bytearray(5 * 64)
     keys = [key for key, _ in chain(5)]
@@ -196,7 +196,7 @@ def test_blocks_are_read_until_one_is_not_what_it_should_be(tmp_path: Path) -> N
 
 def test_stored_blocks_are_read_without_knowing_what_they_are(tmp_path: Path) -> None:
     writer = SegmentWriter(FILES, tmp_path, HEADER)
-    writer.append(chain(5))
+    writer.append_blocks(chain(5))
     writer.close()
     segment, buffer = known(writer), memoryview(bytearray(5 * 64))
     keys, found = segments.read_stored_blocks(FILES, segment, range(1, 4), buffer)

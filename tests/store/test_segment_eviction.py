@@ -32,7 +32,7 @@ def write(
     for first in range(0, len(blocks), at_once):
         part = blocks[first : first + at_once]
         given_up += catalog.make_room(len(part) * SHAPE.block_bytes, kept=kept)
-        catalog.append(part)
+        catalog.write_new_blocks(part)
     return given_up
 
 
@@ -77,7 +77,7 @@ def test_what_is_read_stays_and_so_does_what_a_request_uses(folder: Path) -> Non
     paths = filled(folder)
     reader = opened(folder)  # another process than the one that evicts
     read(reader, chain(1, seed=0))
-    reader.used([name_of(5, seed=1)])
+    reader.mark_used([name_of(5, seed=1)])
     write(opened(folder), chain(10, seed=9))
     assert [path.exists() for path in paths] == [True, True, False, True, True]
 
@@ -96,7 +96,7 @@ def test_blocks_used_since_they_were_written_outlive_their_segment(folder: Path)
 def test_blocks_used_once_are_moved_once(folder: Path) -> None:
     catalog = opened(folder)
     write(catalog, chain(30))
-    catalog.used(names(chain(5)))
+    catalog.mark_used(names(chain(5)))
     given_up = [write(catalog, chain(60, seed=flood)) for flood in range(1, 20)]
     assert not any(catalog.contains(name) for name in names(chain(5)))
     assert sum(given_up) + catalog.num_blocks == 30 + 19 * 60
@@ -105,7 +105,7 @@ def test_blocks_used_once_are_moved_once(folder: Path) -> None:
 def test_at_most_half_a_segment_is_moved_for_having_been_used(folder: Path) -> None:
     catalog = opened(folder)
     write(catalog, chain(PER_SEGMENT))
-    catalog.used(names(chain(PER_SEGMENT)))
+    catalog.mark_used(names(chain(PER_SEGMENT)))
     write(catalog, chain(280, seed=1))
     left = sum(catalog.contains(name) for name in names(chain(PER_SEGMENT)))
     assert left == PER_SEGMENT // 2
@@ -115,8 +115,8 @@ def test_the_most_recently_used_half_of_a_segment_is_moved(folder: Path) -> None
     catalog = opened(folder)
     write(catalog, chain(PER_SEGMENT))
     half = names(chain(PER_SEGMENT))[PER_SEGMENT // 2 :]
-    catalog.used(names(chain(PER_SEGMENT)))
-    catalog.used(half)
+    catalog.mark_used(names(chain(PER_SEGMENT)))
+    catalog.mark_used(half)
     write(catalog, chain(280, seed=1))
     assert [name for name in names(chain(PER_SEGMENT)) if catalog.contains(name)] == half
 
@@ -132,7 +132,7 @@ class RecordedTouches(FileSystemCalls):
 def test_of_a_chain_the_segment_of_its_tail_looks_the_oldest(folder: Path) -> None:
     paths, files = filled(folder), RecordedTouches()
     catalog = opened(folder, files=files)
-    catalog.used([name_of(0, seed=seed) for seed in (3, 1, 0)])
+    catalog.mark_used([name_of(0, seed=seed) for seed in (3, 1, 0)])
     assert files.touched == [paths[seed].name for seed in (0, 1, 3)]
 
 
@@ -187,7 +187,7 @@ def test_the_segment_being_written_goes_last(folder: Path) -> None:
     (own,) = segment_files(folder)
     age(own, 1000)
     others = filled(folder)
-    catalog.refresh()
+    catalog.refresh_from_other_writers()
     write(catalog, chain(10, seed=9))
     assert own.exists() and not all(path.exists() for path in others)
 
@@ -198,7 +198,7 @@ def test_a_file_from_the_future_is_neither_first_nor_for_ever(folder: Path) -> N
     age(paths[0], -86_400)
     catalog = opened(folder)
     write(catalog, chain(10, seed=9))
-    assert paths[0].exists() and paths[0].stat().st_mtime < FileSystemCalls().mtime_now() + 10
+    assert paths[0].exists() and paths[0].stat().st_mtime < FileSystemCalls().mtime_clock_now() + 10
 
 
 class Disk(FileSystemCalls):
@@ -241,8 +241,8 @@ def test_on_a_disk_that_others_filled_the_store_gives_room_back(folder: Path) ->
 def test_a_process_that_makes_room_for_ever_is_not_waited_for(folder: Path) -> None:
     catalog = opened(folder)
     filled(folder)
-    catalog.refresh()
-    lock = FileSystemCalls().lock(folder / "lock")
+    catalog.refresh_from_other_writers()
+    lock = FileSystemCalls().try_lock(folder / "lock")
     assert lock is not None
     with pytest.raises(OSError, match="another process") as raised:
         catalog.make_room(640, kept=())
@@ -255,7 +255,7 @@ def test_room_that_another_process_makes_meanwhile_will_do(folder: Path) -> None
     class Busy(FileSystemCalls):
         """Another has the lock, and has deleted a segment by the time that we ask again."""
 
-        def lock(self, path: Path) -> int | None:
+        def try_lock(self, path: Path) -> int | None:
             segment_files(folder)[0].unlink(missing_ok=True)
             return None
 
@@ -283,7 +283,7 @@ def test_a_victim_that_cannot_be_read_is_deleted_without_its_blocks(folder: Path
 
     filled(folder)
     catalog = opened(folder, files=Unreadable(), clock=FakeClock())
-    catalog.used(names(chain(66)))
+    catalog.mark_used(names(chain(66)))
     assert write(catalog, chain(10, seed=9)) == 66
     assert bytes_of(folder) <= SMALL
 
@@ -307,6 +307,6 @@ def test_what_another_process_appended_since_the_last_look_counts(folder: Path) 
     one, other = opened(folder), opened(folder)
     write(other, chain(2, seed=9))
     write(one, chain(2, seed=8))
-    other.append(chain(20, seed=9, first=2))
+    other.write_new_blocks(chain(20, seed=9, first=2))
     assert one.make_room(SHAPE.block_bytes, kept=NOTHING) == 0
     assert one.num_bytes == bytes_of(folder)

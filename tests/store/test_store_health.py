@@ -16,7 +16,7 @@ def pauses(health: SideHealth, now: float, num: int) -> list[int]:
     """Fails as soon as it may be tried, `num` times; returns how long each pause was, in whole seconds."""
     found: list[int] = []
     for _ in range(num):
-        health.failed("no", now)
+        health.record_failure("no", now)
         wait = next(seconds for seconds in range(61) if health.may_attempt(now + seconds))
         assert not health.may_attempt(now + wait * 0.99)
         found.append(wait)
@@ -32,11 +32,11 @@ def test_it_is_told_once_when_it_stops_and_once_when_it_works_again() -> None:
     told = Told()
     health = told.health()
     for now in (1.0, 2.0, 4.0):
-        health.failed("No space left on device (ENOSPC)", now)
-    assert health.text == "writing: No space left on device (ENOSPC)"
+        health.record_failure("No space left on device (ENOSPC)", now)
+    assert health.failure_text == "writing: No space left on device (ENOSPC)"
     for now in (8.0, 9.0):
         health.record_success(now)
-    assert (health.text, health.num_degraded, health.may_attempt(9.0)) == ("", 1, True)
+    assert (health.failure_text, health.num_degraded, health.may_attempt(9.0)) == ("", 1, True)
     assert len(told) == 2 and "ENOSPC" in told[0] and told[1] == "writing works again"
 
 
@@ -44,12 +44,12 @@ def test_single_errors_between_successes_do_not_pause_it() -> None:
     told = Told()
     health = told.health(max_errors=3)
     for _ in range(5):
-        health.failed("no", 1.0)
-        health.failed("no", 1.0)
+        health.record_failure("no", 1.0)
+        health.record_failure("no", 1.0)
         health.record_success(1.0)
     assert health.may_attempt(1.0) and not told
     for _ in range(3):
-        health.failed("no", 1.0)
+        health.record_failure("no", 1.0)
     assert not health.may_attempt(1.0) and health.num_degraded == 1
 
 

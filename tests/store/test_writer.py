@@ -79,7 +79,7 @@ def test_a_run_is_bounded_and_the_rest_follows(bench: Bench, monkeypatch: pytest
 
 def test_what_has_waited_for_long_is_written_by_the_second_thread_and_no_sooner(bench: Bench) -> None:
     bench.writer.offer(BlockOffer(1, 1, key(1), bench.clock.now))
-    thread = threading.Thread(target=bench.writer.run_late_rounds)
+    thread = threading.Thread(target=bench.writer.run_overdue_rounds)
     thread.start()
     bench.clock.now += 0.9 * LATE_SECONDS
     thread.join(3 * LATE_SECONDS)  # it looks several times
@@ -100,8 +100,8 @@ def test_the_rate_of_writes_that_take_equally_long_is_theirs(bench: Bench, monke
         bench.clock.now += 0.5
         return append(blocks)
 
-    append = bench.catalog.append
-    monkeypatch.setattr(bench.catalog, "append", slowly)
+    append = bench.catalog.write_new_blocks
+    monkeypatch.setattr(bench.catalog, "write_new_blocks", slowly)
     for number in range(1, 6):
         bench.offer(number)
         bench.writer.round()
@@ -148,7 +148,7 @@ def test_a_failing_disk_keeps_one_run_and_all_that_is_pinned_for_the_next_try(
     bench.offer(1, 2, 3, 4, 5, 6, 7)
     assert not bench.writer.round()
     assert bench.lost() == {"degraded": 2} and bench.writer.num_pending == 5
-    assert errno.errorcode[error] in bench.writer.fault_descriptions(bench.clock.now)[0]
+    assert errno.errorcode[error] in bench.writer.current_fault_descriptions(bench.clock.now)[0]
     bench.pool.asked.clear()
     bench.files.heal()
     bench.writer.round()
@@ -156,8 +156,8 @@ def test_a_failing_disk_keeps_one_run_and_all_that_is_pinned_for_the_next_try(
     bench.clock.now += 1.0
     while bench.writer.round():
         pass
-    assert bench.has(1, 2, 3, 6, 7) and bench.writer.fault_descriptions(bench.clock.now) == []
-    assert bench.writer.num_degraded == 1
+    assert bench.has(1, 2, 3, 6, 7) and bench.writer.current_fault_descriptions(bench.clock.now) == []
+    assert bench.writer.num_times_degraded == 1
 
 
 def test_without_anything_to_write_it_finds_out_by_itself_that_the_disk_works_again(bench: Bench) -> None:
@@ -169,7 +169,7 @@ def test_without_anything_to_write_it_finds_out_by_itself_that_the_disk_works_ag
     for _ in range(3):
         bench.clock.now += 30.0
         bench.writer.round()
-    assert bench.writer.fault_descriptions(bench.clock.now) == [] and not bench.has(1)
+    assert bench.writer.current_fault_descriptions(bench.clock.now) == [] and not bench.has(1)
 
 
 def test_forgetting_comes_before_what_was_offered_later(bench: Bench) -> None:
@@ -194,7 +194,7 @@ def test_nothing_is_written_before_a_failed_order_to_forget_has_been_carried_out
     assert (
         bench.writer.num_settled < order
         and bench.pool.asked == [1]
-        and bench.writer.fault_descriptions(bench.clock.now)
+        and bench.writer.current_fault_descriptions(bench.clock.now)
     )
     bench.files.heal()
     bench.clock.now += 30.0
@@ -224,7 +224,7 @@ def test_a_source_that_fails_pauses_writing_and_no_more(bench: Bench, capsys: py
     bench.writer.source = broken
     bench.offer(1)
     bench.writer.round()
-    assert bench.writer.fault_descriptions(bench.clock.now) == ["writing: RuntimeError: no such block"]
+    assert bench.writer.current_fault_descriptions(bench.clock.now) == ["writing: RuntimeError: no such block"]
     bench.writer.source = bench.pool
     bench.offer(2)
     bench.clock.now += 1.0
@@ -238,11 +238,11 @@ def test_a_folder_that_cannot_be_listed_does_not_keep_it_from_writing(bench: Ben
         bench.offer(number)
         bench.writer.round()
         bench.clock.now += 0.1
-    assert bench.has(1, 2, 3, 4) and "other processes" in bench.writer.fault_descriptions(bench.clock.now)[0]
+    assert bench.has(1, 2, 3, 4) and "other processes" in bench.writer.current_fault_descriptions(bench.clock.now)[0]
     bench.files.heal()
     bench.clock.now += 30.0
     bench.writer.round()
-    assert bench.writer.fault_descriptions(bench.clock.now) == []
+    assert bench.writer.current_fault_descriptions(bench.clock.now) == []
 
 
 def test_what_does_not_fit_beside_pinned_blocks_is_lost_and_the_store_says_so(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_what_does_not_fit_beside_pinned_blocks_is_lost_and_the_store_says_so(tm
         bench.offer(number)
         bench.clock.now += 31.0
         bench.writer.round()
-    assert "ENOSPC" in bench.writer.fault_descriptions(bench.clock.now)[0]
+    assert "ENOSPC" in bench.writer.current_fault_descriptions(bench.clock.now)[0]
     assert bench.catalog.num_bytes <= 12 * BLOCK_BYTES and bench.has(0, 1, 2)
 
 
@@ -261,12 +261,12 @@ def test_a_round_without_end_is_told_as_degraded(bench: Bench) -> None:
 
     def slow(block: int, version: int) -> None:
         bench.clock.now += 60.0
-        seen.extend(bench.writer.fault_descriptions(bench.clock.now))
+        seen.extend(bench.writer.current_fault_descriptions(bench.clock.now))
 
     bench.writer.source = slow
     bench.offer(1)
     bench.writer.round()
-    assert seen == ["writing: no answer for 60 s"] and not bench.writer.fault_descriptions(bench.clock.now)
+    assert seen == ["writing: no answer for 60 s"] and not bench.writer.current_fault_descriptions(bench.clock.now)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux only")
@@ -282,7 +282,7 @@ def test_only_the_thread_that_writes_gets_a_lower_priority(bench: Bench, monkeyp
 
 def test_how_long_the_first_in_line_waits_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def waits() -> float:
-        return bench.writer.pending_seconds(bench.clock.now)
+        return bench.writer.oldest_pending_seconds(bench.clock.now)
 
     monkeypatch.setattr(bench.writer, "_run_blocks", 1)
     assert waits() == 0.0

@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer as Backend
 from tools.test_tool_grammar import FAMILIES, HARD, OPTIONAL, Answers, tool
 
-from headstart.bundled import bundled_model_folder
+from headstart.bundled import bundled_intent_model_folder
 
 ENDS = ('"', "}", "]", "\n</parameter>\n", "</arg_value>", "</function>", "</tool_call>", "0", "z/z", "2024-02-29")
 NAMED = {"type": "object", "properties": {"a b": {"type": "string"}}, "required": ["a b"]}
@@ -22,7 +22,7 @@ PARAMETERS: dict[str, Any] = {"hard": HARD, "opt-1": OPTIONAL, "none": {"type": 
 
 @pytest.fixture(scope="module")
 def backend() -> Backend:
-    return Backend.from_file(str(Path(bundled_model_folder()) / "tokenizer.json"))
+    return Backend.from_file(str(Path(bundled_intent_model_folder()) / "tokenizer.json"))
 
 
 def sentence(answers: Answers, rng: random.Random, max_tokens: int = 160) -> str | None:

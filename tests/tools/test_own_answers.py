@@ -19,7 +19,7 @@ from real.smollm2 import UnreachableError
 from server.harness import inside
 from tools.scripted_engine import PROMPT, SCRIPT, build_scripted
 
-from headstart.anthropic.message_events import CacheBreakpoints, MessageEventBuilder
+from headstart.anthropic.message_events import CacheBreakpointSummary, MessageEventBuilder
 from headstart.anthropic.messages_request import MessagesRequest, translate_messages_body
 from headstart.ollama.ollama_answers import OllamaAnswerBuilder, RequestDurations
 from headstart.ollama.ollama_request import translate_chat_body
@@ -29,7 +29,7 @@ from headstart.openai.request_bodies import parse_chat
 from headstart.openai.responses import CACHE_SOURCES
 from headstart.openai.responses_api.response_events import ResponseEventBuilder
 from headstart.openai.responses_api.response_objects import ResponseTemplate
-from headstart.openai.responses_api.responses_request import parse_responses, translate_responses
+from headstart.openai.responses_api.responses_request import parse_responses, responses_to_chat_request
 from headstart.openai.text.generation import OutputDelta
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.call_arguments import parse_call_arguments
@@ -103,7 +103,7 @@ def of_chat(answer: ChatDelta, texts: list[str]) -> list[dict[str, Any]]:
 def of_responses(answer: ChatDelta, texts: list[str]) -> list[dict[str, Any]]:
     """Return the conversation that a client of the Responses API continues, with a stored response or items."""
     events = ResponseEventBuilder(ResponseTemplate("resp_1", 1, "m", {}), generates=True)
-    events.parts.add(OutputDelta(text="x", token_ids=(1,), finish_reason="length", chat=answer))
+    events.parts.add_delta(OutputDelta(text="x", token_ids=(1,), finish_reason="length", chat=answer))
     output = msgspec.json.decode(msgspec.json.encode(events.finished_response(USAGE)["output"]))
     calls = [item for item in output if item["type"] == "function_call"]
     results = [
@@ -112,13 +112,13 @@ def of_responses(answer: ChatDelta, texts: list[str]) -> list[dict[str, Any]]:
     ]
     items = [{"role": "user", "content": QUESTION}, *output, *results, {"role": "user", "content": "Go on."}]
     body = {"input": items}
-    return translate_responses(parse_responses(body, BOUNDS), body).parse_chat_body(BOUNDS).messages
+    return responses_to_chat_request(parse_responses(body, BOUNDS), body).parse_chat_body(BOUNDS).messages
 
 
 def of_messages(answer: ChatDelta, texts: list[str]) -> list[dict[str, Any]]:
     """Return the conversation that a client of the Messages API continues."""
-    events = MessageEventBuilder("msg_1", "m", CacheBreakpoints())
-    events.parts.add(OutputDelta(text="x", token_ids=(1,), finish_reason="length", chat=answer))
+    events = MessageEventBuilder("msg_1", "m", CacheBreakpointSummary())
+    events.parts.add_delta(OutputDelta(text="x", token_ids=(1,), finish_reason="length", chat=answer))
     message = msgspec.json.decode(msgspec.json.encode(events.message(USAGE)))
     calls = [block for block in message["content"] if block["type"] == "tool_use"]
     results = [
@@ -369,8 +369,8 @@ def test_messages_take_any_input_of_a_call(value: Any) -> None:
 
 
 def test_a_message_keeps_the_arguments_of_a_call_that_was_cut() -> None:
-    events = MessageEventBuilder("msg_1", "m", CacheBreakpoints())
-    events.parts.add(OutputDelta(finish_reason="length", chat=parsed("hermes", HERMES[: HERMES.index("ís")])))
+    events = MessageEventBuilder("msg_1", "m", CacheBreakpointSummary())
+    events.parts.add_delta(OutputDelta(finish_reason="length", chat=parsed("hermes", HERMES[: HERMES.index("ís")])))
     assert events.message(USAGE)["content"][0]["input"] == {"city": 'Pär"'}
 
 

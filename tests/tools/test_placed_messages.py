@@ -12,8 +12,8 @@ from real.smollm2 import UnreachableError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from headstart.core.errors import InvalidRequestError
-from headstart.openai.chat.template_forms import ONE_TEXT, decode_content_forms, encode_content_forms
-from headstart.openai.engine_requests import check_rendered_messages, note_dropped_reasoning
+from headstart.openai.chat.template_forms import ONE_TEXT, encode_content_forms, parse_content_forms
+from headstart.openai.engine_requests import check_all_messages_rendered, note_dropped_reasoning
 from headstart.openai.forms.skipped import SkippedNames
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
@@ -171,9 +171,9 @@ def test_ids_that_a_template_refuses_become_short_ones_that_stay_the_same() -> N
 
 def test_without_knowledge_of_a_template_messages_stay() -> None:
     assert ONE_TEXT.shows_probe("anything")
-    assert decode_content_forms(encode_content_forms(ONE_TEXT)) == ONE_TEXT
+    assert parse_content_forms(encode_content_forms(ONE_TEXT)) == ONE_TEXT
     forms = template("google-gemma-2-2b-it").forms
-    assert decode_content_forms(encode_content_forms(forms)) == forms and not forms.shows_probe("system")
+    assert parse_content_forms(encode_content_forms(forms)) == forms and not forms.shows_probe("system")
 
 
 @pytest.mark.long
@@ -226,10 +226,10 @@ def test_what_needs_no_placement_is_rendered_as_transformers_does(name: str) -> 
 
 def test_a_message_that_is_dropped_after_all_is_refused_by_name() -> None:
     sent = [user("Hello there"), answer("Yes"), user("secret words")]
-    check_rendered_messages(sent, "<user>Hello there<user>secret words")
+    check_all_messages_rendered(sent, "<user>Hello there<user>secret words")
     with pytest.raises(
         InvalidRequestError, match=r"messages\[2\]\.content is dropped by the model's chat template"
     ) as caught:
-        check_rendered_messages(sent, "<user>Hello there<assistant>Yes")
+        check_all_messages_rendered(sent, "<user>Hello there<assistant>Yes")
     assert caught.value.param == "messages[2].content"
-    check_rendered_messages([user("..."), user(""), user("Hi"), user("Hi")], "... Hi")
+    check_all_messages_rendered([user("..."), user(""), user("Hi"), user("Hi")], "... Hi")

@@ -13,7 +13,7 @@ from server.harness import inside, parse_events
 
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import RequestBounds
-from headstart.openai.engine_requests import chat_for_template, with_output_formats
+from headstart.openai.engine_requests import chat_for_template, with_chat_output_format
 from headstart.openai.generation_params import ParamsKind, parse_params
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
@@ -331,7 +331,7 @@ def test_a_model_may_be_known_to_write_calls_that_its_template_does_not_mention(
     params = parse_params({"tools": TOOLS, "tool_choice": "required"}, bounds, ParamsKind.CHAT)
     messages, tools, _ = chat_for_template([{"role": "user", "content": "go"}], params.tools, known, bounds)
     assert not tools and "<tool_call>" in messages[0]["content"] and "weather" in messages[0]["content"]
-    chat = with_output_formats(params, known.encode("go"), known, bounds).chat
+    chat = with_chat_output_format(params, known.encode("go"), known, bounds).chat
     assert chat is not None and chat.family is not None and chat.family.name == "hermes"
     for tokenizer, own in ((plain, bounds), (known, replace(bounds, tool_call_parser="none"))):
         with pytest.raises(InvalidRequestError, match="--tool-call-parser hermes"):

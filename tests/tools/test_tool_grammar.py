@@ -12,11 +12,11 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from headstart.bundled import bundled_model_folder
+from headstart.bundled import bundled_intent_model_folder
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.chat.chat_delta import ChatDelta, join_deltas
-from headstart.openai.engine_requests import with_output_formats
+from headstart.openai.engine_requests import with_chat_output_format
 from headstart.openai.generation_params import ParamsKind, parse_params
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
@@ -59,7 +59,7 @@ TOOLS = [tool("weather", CITY, strict=True), tool("opt-1", OPTIONAL)]
 @pytest.fixture(scope="module", params=[True, False], ids=["tokens", "text"])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """A tokenizer that has the markers as tokens, or knows them as text only."""
-    backend = Backend.from_file(str(Path(bundled_model_folder()) / "tokenizer.json"))
+    backend = Backend.from_file(str(Path(bundled_intent_model_folder()) / "tokenizer.json"))
     if request.param:
         backend.add_tokens([AddedToken(text, special=False) for text in (*MARKERS, *GLM_MARKERS)])
         backend.add_special_tokens(list(SPECIAL))
@@ -75,7 +75,7 @@ class Answers:
         parser = family.partition("-")[0]
         self.bounds = RequestBounds(self.tokenizer.vocab_size, 4096, tool_call_parser=parser)
         params = parse_params({"tools": TOOLS, **fields}, self.bounds, ParamsKind.CHAT)
-        self.params = with_output_formats(params, self.encode(prompt), self.tokenizer, self.bounds)
+        self.params = with_chat_output_format(params, self.encode(prompt), self.tokenizer, self.bounds)
         end = backend.token_to_id("<|end|>")
         self.engine = LLTokenizer(backend.to_str(), eos_token=end)
 

@@ -18,7 +18,7 @@ from headstart.sim.sim_request import requests_from_trace
 from headstart.sim.sweep import SimulationConfig
 from headstart.workload.block_paths import overlap_sessions, trace_block_paths
 from headstart.workload.recorded.agent_sessions import ConsecutiveIdRuns, SessionReader
-from headstart.workload.recorded.trace_files import TraceOptions, read_trace_file
+from headstart.workload.recorded.trace_files import TraceOptions, read_trace_path
 from headstart.workload.traces import Trace, TracedRequest
 
 RECORDED = Path(os.environ.get("HEADSTART_AGENT_SESSIONS", Path(__file__).parents[3] / "shared" / "traces" / "agentx"))
@@ -116,7 +116,9 @@ def test_ids_are_local_to_a_session_unless_it_says_otherwise() -> None:
 
 
 def test_tokens_behind_the_last_full_block_are_shared_with_no_other_request() -> None:
-    first, second = read_sessions([session("s", [call(0, [1, 2], rest=9), call(9, [1, 2], rest=9)])]).jobs(2**31 - 1, 0)
+    first, second = read_sessions([session("s", [call(0, [1, 2], rest=9), call(9, [1, 2], rest=9)])]).to_jobs(
+        2**31 - 1, 0
+    )
     assert len(first.prompt) == 137 and first.prompt[:128] == second.prompt[:128]
     assert first.prompt[128:] != second.prompt[128:]
 
@@ -158,16 +160,16 @@ def folder_of(path: Path, count: int = 3) -> Path:
 
 def test_a_folder_one_file_and_lines_are_read_alike(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    trace = read_trace_file(folder_of(tmp_path / "all"), on_file=lambda index, count: seen.append((index, count)))
+    trace = read_trace_path(folder_of(tmp_path / "all"), on_file=lambda index, count: seen.append((index, count)))
     assert seen == [(0, 3), (1, 3), (2, 3)] and len(trace.requests) == 3 * 8
     lines = tmp_path / "all.jsonl"
     lines.write_text("\n".join(json.dumps({**MADE, "id": f"s{number}"}) for number in range(3)))
     facts = [
         [(one.at, one.length, list(one.hash_ids), one.session, one.pause) for one in each.requests]
-        for each in (trace, read_trace_file(lines))
+        for each in (trace, read_trace_path(lines))
     ]
     assert facts[0] == facts[1]
-    assert len(read_trace_file(tmp_path / "all" / "s1.json.gz").requests) == 8
+    assert len(read_trace_path(tmp_path / "all" / "s1.json.gz").requests) == 8
 
 
 @pytest.mark.parametrize(
@@ -190,23 +192,23 @@ def test_sessions_that_cannot_be_read_are_refused(changes: dict[str, Any], messa
     path = tmp_path / "one.json"
     path.write_text(json.dumps({**MADE, "id": "s0", **changes}))
     with pytest.raises(ConfigError, match=message):
-        read_trace_file(path)
+        read_trace_path(path)
 
 
 def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "all")
     (folder / "s3.json").write_text(json.dumps({**MADE, "id": "s1"}))
     with pytest.raises(ConfigError, match=r"s3\.json.*another one of this id"):
-        read_trace_file(folder)
+        read_trace_path(folder)
     (folder / "s3.json").write_text(json.dumps({**MADE, "id": "s3", "block_size": 16}))
     with pytest.raises(ConfigError, match="for 16 tokens each, those of the others for 64"):
-        read_trace_file(folder)
+        read_trace_path(folder)
     (folder / "s3.json").write_text('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}\n')
     with pytest.raises(ConfigError, match="holds no session"):
-        read_trace_file(folder)
+        read_trace_path(folder)
     (tmp_path / "none").mkdir()
     with pytest.raises(ConfigError, match="no file in this folder ends with"):
-        read_trace_file(tmp_path / "none")
+        read_trace_path(tmp_path / "none")
 
 
 # ---------------------------------------------------------------------------------------------------------- simulation
@@ -230,14 +232,14 @@ def test_a_simulated_request_comes_when_the_answers_it_needs_have_ended() -> Non
     trace = read_sessions([MADE])
     requests = requests_from_trace(trace.with_divided_lengths(16))
     profile = SERIAL
-    records = SimulationConfig(profile, 1).run_workload(requests).records
+    records = SimulationConfig(profile, 1).run_new_fleet(requests).records
     found = {int(one.record.request_id): one.record for one in records}
     assert len(found) == 8 and not any(one.error for one in found.values())
     for index, request in enumerate(requests):
         if request.after:
             ends = [found[before].finish or 0.0 for before in request.after]
             assert found[index].arrival == pytest.approx(max(ends) + request.pause)
-    faster = SimulationConfig(profile, 1).run_workload(requests_from_trace(trace, speed=2.0)).records
+    faster = SimulationConfig(profile, 1).run_new_fleet(requests_from_trace(trace, speed=2.0)).records
     assert max(one.record.arrival for one in faster) < max(one.arrival for one in found.values())
 
 
@@ -248,9 +250,9 @@ def test_recorded_sessions_are_read_whole() -> None:
     trace = options.read(RECORDED)
     assert len(trace.requests) == 3530 and len({one.root_session for one in trace.requests}) == 59
     assert len({one.session for one in trace.requests}) == 63 and trace.block_size == 4
-    prompts = trace_block_paths(read_trace_file(RECORDED))
+    prompts = trace_block_paths(read_trace_path(RECORDED))
     hits = 1 - prompts.num_distinct / sum(map(len, prompts.paths))
     assert 0.955 < hits < 0.97  # published: 96 % of prompt blocks come back
     part = requests_from_trace(trace.first(300))
-    records = SimulationConfig(SERIAL, 2).run_workload(part).records
+    records = SimulationConfig(SERIAL, 2).run_new_fleet(part).records
     assert len(records) == 300 and not any(one.record.error for one in records)

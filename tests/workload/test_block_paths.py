@@ -6,7 +6,7 @@ import pytest
 
 from headstart.core.errors import ConfigError
 from headstart.workload.block_paths import overlap_sessions, trace_block_paths
-from headstart.workload.traces import Trace, read_trace
+from headstart.workload.traces import Trace, parse_trace
 
 AZURE = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:03.9799600,374,44"]
 
@@ -16,7 +16,7 @@ def mooncake(*rows: tuple[int, list[int]]) -> Trace:
         json.dumps({"timestamp": 1000 * at, "input_length": length, "output_length": 1, "hash_ids": ids})
         for at, (length, ids) in enumerate(rows)
     ]
-    return read_trace(lines)
+    return parse_trace(lines)
 
 
 def agents(*rows: tuple[float, str, str]) -> Trace:
@@ -24,7 +24,7 @@ def agents(*rows: tuple[float, str, str]) -> Trace:
         json.dumps({"timestamp": 1.7e15 + at * 1e6, "input": text, "output": "", "session_id": name})
         for at, name, text in rows
     ]
-    return read_trace(lines)
+    return parse_trace(lines)
 
 
 def test_only_full_blocks_count_and_what_is_not_cached_is_computed() -> None:
@@ -44,9 +44,9 @@ def test_texts_share_blocks_as_long_as_they_are_equal() -> None:
 
 def test_a_trace_of_lengths_has_no_blocks_and_no_sessions() -> None:
     with pytest.raises(ConfigError, match="states no prompts"):
-        trace_block_paths(read_trace(AZURE))
+        trace_block_paths(parse_trace(AZURE))
     with pytest.raises(ConfigError, match="no sessions"):
-        overlap_sessions(read_trace(AZURE), 2)
+        overlap_sessions(parse_trace(AZURE), 2)
 
 
 def test_sessions_overlap_so_many_at_a_time_and_keep_their_pauses() -> None:

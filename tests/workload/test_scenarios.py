@@ -14,7 +14,7 @@ from headstart.workload.synthetic import RequestShape, random_tokens
 VOCAB_SIZE = 32_000
 SHAPE = RequestShape(shared=40, own=8, output=3)
 EVERY: dict[str, Callable[[Random], WorkloadScenario]] = {
-    "rotations": lambda rng: scenarios.rotations_scenario(VOCAB_SIZE, rng, count=4, length=33, passes=2),
+    "rotations": lambda rng: scenarios.rotated_prompts_scenario(VOCAB_SIZE, rng, count=4, length=33, passes=2),
     "single": lambda rng: scenarios.single_stream_scenario(VOCAB_SIZE, rng, prompt=8, output=3, requests=2),
     "cold": lambda rng: scenarios.cold_ttft_scenario(VOCAB_SIZE, rng, length=20, requests=2),
     "warm": lambda rng: scenarios.warm_ttft_scenario(VOCAB_SIZE, rng, shape=SHAPE, requests=2),
@@ -23,8 +23,8 @@ EVERY: dict[str, Callable[[Random], WorkloadScenario]] = {
     "decode, distinct": lambda rng: scenarios.decode_scenario(VOCAB_SIZE, rng, is_shared=False, streams=3, shape=SHAPE),
     "shared-prefix": lambda rng: scenarios.shared_prefix_scenario(VOCAB_SIZE, rng, groups=2, prompts=3, shape=SHAPE),
     "twins": lambda rng: scenarios.shared_burst_scenario(VOCAB_SIZE, rng, requests=3, shape=SHAPE),
-    "intent": lambda rng: scenarios.intent_scenario(VOCAB_SIZE, rng, shape=SHAPE, requests=2),
-    "poisson": lambda rng: scenarios.poisson_intent_scenario(
+    "intent": lambda rng: scenarios.intent_recognition_scenario(VOCAB_SIZE, rng, shape=SHAPE, requests=2),
+    "poisson": lambda rng: scenarios.poisson_intent_recognition_scenario(
         VOCAB_SIZE, rng, due=(0.5, 1.0), prefix=random_tokens(40, VOCAB_SIZE, rng), shape=SHAPE
     ),
 }
@@ -92,4 +92,4 @@ def test_questions_come_in_random_order_when_they_are_due() -> None:
 def test_room_for_everything_is_counted_in_whole_blocks() -> None:
     scenario = EVERY["twins"](Random(1))
     assert scenario.longest == 51
-    assert scenario.num_blocks(16) == 3 * 4
+    assert scenario.num_blocks_without_sharing(16) == 3 * 4

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from headstart.cli.main import main
 from headstart.core.errors import ConfigError
 from headstart.workload.jobs import perfect_cache_prefill_tokens
-from headstart.workload.recorded.trace_files import read_trace_file
+from headstart.workload.recorded.trace_files import read_trace_path
 from headstart.workload.recorded.trace_units import RECOGNISED, TraceUnits, seconds_per_unit, tokens_per_id
-from headstart.workload.traces import read_trace
+from headstart.workload.traces import parse_trace
 
 
 def rows(size: int, lengths: list[int], unit: float = 1000, has_rest: bool = True) -> list[dict[str, Any]]:
@@ -33,7 +33,7 @@ def rows(size: int, lengths: list[int], unit: float = 1000, has_rest: bool = Tru
 
 
 def read(found: list[dict[str, Any]], units: TraceUnits = RECOGNISED) -> Any:
-    return read_trace(map(json.dumps, found), units)
+    return parse_trace(map(json.dumps, found), units)
 
 
 LENGTHS = [5000, 6001, 4999, 5120, 7777]
@@ -188,10 +188,10 @@ def test_a_benchmark_asks_before_it_makes_a_model(tmp_path: Path, capsys: pytest
 
 def test_marks_and_gzip_change_nothing(tmp_path: Path) -> None:
     text = "\n" + "\n".join(map(json.dumps, rows(64, LENGTHS)))
-    plain = read_trace(text.split("\n"))
+    plain = parse_trace(text.split("\n"))
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + text.encode())
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(text.encode()))
-    assert read_trace_file(tmp_path / "a.jsonl") == read_trace_file(tmp_path / "b.jsonl.gz") == plain
+    assert read_trace_path(tmp_path / "a.jsonl") == read_trace_path(tmp_path / "b.jsonl.gz") == plain
     (tmp_path / "c.gz").write_bytes(gzip.compress(text.encode())[:-40])
     with pytest.raises(ConfigError, match=r"c\.gz"):
-        read_trace_file(tmp_path / "c.gz")
+        read_trace_path(tmp_path / "c.gz")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headstart.core.errors import ConfigError
 from headstart.workload.jobs import perfect_cache_prefill_tokens
-from headstart.workload.traces import Trace, TracedRequest, read_trace
+from headstart.workload.traces import Trace, TracedRequest, parse_trace
 
 RECORDED = Path(__file__).parents[3] / "shared" / "traces"
 MOONCAKE = [
@@ -35,8 +35,8 @@ def common(a: object, b: object) -> int:
 
 
 def test_mooncake_ids_become_the_same_tokens_wherever_they_occur() -> None:
-    trace = read_trace(lines(MOONCAKE))
-    jobs = trace.jobs(32_000, 0)
+    trace = parse_trace(lines(MOONCAKE))
+    jobs = trace.to_jobs(32_000, 0)
     assert trace.kind == "mooncake"
     assert [(len(job.prompt), job.output, job.at) for job in jobs] == [(1000, 8, 0.0), (1024, 40, 1.0), (600, 1, 2.0)]
     assert common(jobs[0].prompt, jobs[1].prompt) == 1000
@@ -44,25 +44,25 @@ def test_mooncake_ids_become_the_same_tokens_wherever_they_occur() -> None:
 
 
 def test_scaling_keeps_what_is_shared_and_makes_the_longest_fit() -> None:
-    trace = read_trace(lines(MOONCAKE))
+    trace = parse_trace(lines(MOONCAKE))
     factor = trace.fitting_length_factor(256)
-    jobs = trace.jobs(32_000, 0, factor=factor, speed=4.0)
+    jobs = trace.to_jobs(32_000, 0, factor=factor, speed=4.0)
     assert factor == 0.25 and trace.fitting_length_factor(0) == trace.fitting_length_factor(5000) == 1.0
     assert [(len(job.prompt), job.output, job.at) for job in jobs] == [(250, 2, 0.0), (256, 10, 0.25), (150, 1, 0.5)]
     assert common(jobs[0].prompt, jobs[2].prompt) == 128
 
 
 def test_texts_that_begin_alike_become_tokens_that_begin_alike() -> None:
-    trace = read_trace(lines(AGENT))
-    first, second = trace.jobs(32_000, 0)
+    trace = parse_trace(lines(AGENT))
+    first, second = trace.to_jobs(32_000, 0)
     assert trace.kind == "agent" and (second.at, first.output, second.output) == (2.0, 1, 1)
     assert (len(first.prompt), len(second.prompt), common(first.prompt, second.prompt)) == (10, 15, 10)
-    assert [len(job.prompt) for job in trace.jobs(32_000, 0, factor=0.5)] == [5, 8]
+    assert [len(job.prompt) for job in trace.to_jobs(32_000, 0, factor=0.5)] == [5, 8]
 
 
 def test_azure_has_lengths_and_shares_nothing() -> None:
-    trace = read_trace(AZURE.splitlines(keepends=True))
-    jobs = trace.jobs(32_000, 0)
+    trace = parse_trace(AZURE.splitlines(keepends=True))
+    jobs = trace.to_jobs(32_000, 0)
     assert trace.kind == "azure"
     assert [(len(job.prompt), job.output) for job in jobs] == [(374, 44), (96, 9)]
     assert jobs[1].at == pytest.approx(4.21941)
@@ -71,8 +71,8 @@ def test_azure_has_lengths_and_shares_nothing() -> None:
 
 def test_another_seed_shares_the_same_way_and_nothing_with_the_first() -> None:
     for rows in (MOONCAKE, AGENT):
-        trace = read_trace(lines(rows))
-        one, again, other = (trace.jobs(32_000, seed) for seed in (1, 1, 2))
+        trace = parse_trace(lines(rows))
+        one, again, other = (trace.to_jobs(32_000, seed) for seed in (1, 1, 2))
         assert one == again
         assert [perfect_cache_prefill_tokens([job.prompt for job in jobs]) for jobs in (one, other)] == [
             perfect_cache_prefill_tokens([job.prompt for job in one])
@@ -81,13 +81,13 @@ def test_another_seed_shares_the_same_way_and_nothing_with_the_first() -> None:
 
 
 def test_the_first_requests_are_those_that_came_first() -> None:
-    trace = read_trace(lines(MOONCAKE))
+    trace = parse_trace(lines(MOONCAKE))
     assert [request.at for request in trace.first(2).requests] == [0.0, 1.0]
     assert trace.first(0) == trace
 
 
 def test_long_prompts_can_be_left_out() -> None:
-    trace = read_trace(lines(MOONCAKE))
+    trace = parse_trace(lines(MOONCAKE))
     assert [request.length for request in trace.up_to_length(1000).requests] == [1000, 600]
     assert trace.up_to_length(0) == trace
     with pytest.raises(ConfigError, match="no prompt of the trace has 599"):
@@ -114,7 +114,7 @@ def test_long_prompts_can_be_left_out() -> None:
 )
 def test_what_is_no_trace_is_refused_by_its_line(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_trace(text.splitlines(keepends=True))
+        parse_trace(text.splitlines(keepends=True))
 
 
 @given(
@@ -124,7 +124,7 @@ def test_texts_share_tokens_exactly_as_far_as_their_pieces_are_equal(
     texts: list[str], factor: float, seed: int
 ) -> None:
     requests = tuple(TracedRequest(0.0, -(-len(text) // 4), 1, text=text) for text in texts)
-    jobs = Trace("agent", requests).jobs(2**31 - 1, seed, factor=factor)
+    jobs = Trace("agent", requests).to_jobs(2**31 - 1, seed, factor=factor)
     for text, job in zip(texts, jobs, strict=True):
         assert 1 <= len(job.prompt) <= len(text) * factor / 4 + 1
         for other, other_job in zip(texts, jobs, strict=True):
@@ -145,10 +145,10 @@ def test_texts_share_tokens_exactly_as_far_as_their_pieces_are_equal(
 )
 def test_recorded_traces_are_read_whole(name: str, kind: str, requests: int) -> None:
     with (RECORDED / name).open(encoding="utf-8", newline="") as file:
-        trace = read_trace(file)
+        trace = parse_trace(file)
     assert (trace.kind, len(trace.requests)) == (kind, requests)
     part = trace.first(40)
-    jobs = part.jobs(32_000, 0, factor=part.fitting_length_factor(500))
+    jobs = part.to_jobs(32_000, 0, factor=part.fitting_length_factor(500))
     assert max(len(job.prompt) for job in jobs) <= 501 and all(job.prompt for job in jobs)
     if kind != "azure":
         prompts = [job.prompt for job in jobs]

@@ -81,10 +81,10 @@ async def serve_frames(picker: NullPicker, path: str) -> object:
                 await stream.write(*found)
 
     def process(stream: GrpcStream) -> Coroutine[Any, Any, None] | None:
-        first = pb.ProcessingRequest.FromString(message) if (message := stream.peek_first()) else pb.ProcessingRequest()
+        first = pb.ProcessingRequest.FromString(message) if (message := stream.take_first()) else pb.ProcessingRequest()
         if message is None or first.WhichOneof("request") != "request_headers":
             return None  # the head of an answer
-        stream.push(message)
+        stream.inject_message(message)
         return rest(stream)
 
     async def check(stream: GrpcStream) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import Random
 
 from headstart.bench.measure import PhaseResult, ScenarioResult, measure_scenario
-from headstart.bench.rate_report import DEFAULTS, RateSearchConfig, cached_prefix_load, measure_rates_until_highest
+from headstart.bench.rate_report import DEFAULTS, RateSearchConfig, cached_prefix_workload, measure_rates_until_highest
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.runner import JobRunner
 from headstart.workload import scenarios
@@ -69,7 +69,7 @@ def seconds(result: PhaseResult) -> float | None:
 
 def decode_rate(result: PhaseResult) -> float | None:
     """Return the output tokens per second while all streams decode."""
-    return result.trial.decode_rate
+    return result.trial.concurrent_decode_rate
 
 
 def _decode(is_shared: bool, sampling: TokenSampling = GREEDY) -> Build:
@@ -89,7 +89,7 @@ ROWS: dict[str, Row] = {
     "warm_ttft": Row(scenarios.warm_ttft_scenario, (Part("warm_ttft", "warm", ttft),)),
     "cold_ttft": Row(scenarios.cold_ttft_scenario, (Part("cold_ttft", "cold", ttft),)),
     "rotations": Row(
-        lambda vocab_size, rng: scenarios.rotations_scenario(vocab_size, rng, passes=3),
+        lambda vocab_size, rng: scenarios.rotated_prompts_scenario(vocab_size, rng, passes=3),
         (Part("rotations_cold", "cold", seconds), Part("rotations_warm", "warm", seconds)),
     ),
     "decode_shared": Row(_decode(True), (Part("decode_shared", "shared", decode_rate),), is_rate=True),
@@ -101,7 +101,7 @@ ROWS: dict[str, Row] = {
     "shared_prefix": Row(scenarios.shared_prefix_scenario, (Part("shared_prefix", "cold", seconds),)),
     "twins": Row(scenarios.shared_burst_scenario, (Part("twins", "cold", seconds),)),
 }
-"""All rows except `poisson_intent_scenario`, which is a search (`measure_poisson`)."""
+"""All rows except `poisson_intent_recognition_scenario`, which is a search (`measure_poisson`)."""
 
 
 def measure_row(name: str, runner: JobRunner, seed: int | str, bar: ProgressBar = QUIET) -> Outcome:
@@ -126,12 +126,12 @@ def measure_poisson(
     if alone is None:
         return Outcome({"poisson": None}, {}, {}, {}, ("no request alone came through",)), None
     slo = Slo(e2e=slo_seconds or 4 * alone)
-    found = measure_rates_until_highest(runner, cached_prefix_load(shape), slo, alone, config, bar)
+    found = measure_rates_until_highest(runner, cached_prefix_workload(shape), slo, alone, config, bar)
     held = [point.result for point in found.points if point.holds and point.rate == found.rate]
     return Outcome(
         {"poisson": found.rate},
-        {"poisson": held[0].redundancy} if held else {},
-        {"poisson": held[0].computed} if held else {},
+        {"poisson": held[0].redundancy_factor} if held else {},
+        {"poisson": held[0].computed_prompt_tokens} if held else {},
         {"poisson": held[0].ideal} if held else {},
         tuple(found.problems),
     ), alone
@@ -143,7 +143,7 @@ def unloaded_e2e(
     """Return the median seconds of an unloaded request behind a cached prefix; None if none succeeded."""
     rng = Random(f"{seed}/unloaded")
     found = measure_scenario(
-        runner, scenarios.intent_scenario(runner.vocab_size, rng, shape=shape, requests=requests), bar
+        runner, scenarios.intent_recognition_scenario(runner.vocab_size, rng, shape=shape, requests=requests), bar
     )
     known = [record.e2e for record in found["alone"].trial.records if record.e2e is not None]
     return median(known) if known else None
@@ -160,6 +160,10 @@ def read_off(parts: tuple[Part, ...], found: ScenarioResult) -> Outcome:
         values = [part.figure(result) for result in results if not result.problems and not result.trial.is_cut]
         known = [value for value in values if value is not None]
         figures[part.key] = median(known) if len(known) == len(results) else None
-        worst = max(results, key=lambda result: result.redundancy or 0.0)
-        redundancy[part.key], computed[part.key], ideal[part.key] = worst.redundancy, worst.computed, worst.ideal
+        worst = max(results, key=lambda result: result.redundancy_factor or 0.0)
+        redundancy[part.key], computed[part.key], ideal[part.key] = (
+            worst.redundancy_factor,
+            worst.computed_prompt_tokens,
+            worst.ideal,
+        )
     return Outcome(figures, redundancy, computed, ideal, tuple(found.problems))

@@ -35,7 +35,7 @@ def anthropic_error(status: int, body: Json, request_id: str) -> Json:
     return {"type": "error", "error": shaped, "request_id": request_id}
 
 
-def anthropic_model(model: Json) -> Json:
+def anthropic_model_from_openai(model: Json) -> Json:
     """Return one model, from OpenAI's object."""
     created = datetime.fromtimestamp(model.get("created") or 0, UTC)
     context = model.get("max_model_len")
@@ -52,6 +52,6 @@ def anthropic_model(model: Json) -> Json:
 
 def model_list_page(models: Iterable[Json]) -> Json:
     """Return the list of models: one page with all of them."""
-    data = [anthropic_model(model) for model in models]
+    data = [anthropic_model_from_openai(model) for model in models]
     ids = [model["id"] for model in data]
     return {"data": data, "has_more": False, "first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}

@@ -196,7 +196,7 @@ def _text_of(name: str, block: object, bounds: RequestBounds) -> str | None:
         text = (non_text_part_text if is_part else item_text)(name, block, bounds)
         if text:
             return text
-    bounds.note_skipped(NameKind.ITEM, kind)
+    bounds.note_omitted_from_prompt(NameKind.ITEM, kind)
     return None
 
 

@@ -5,14 +5,14 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from headstart.openai.chat.chat_parts import ChatPart, ChatPartKind, ChatParts, ChatPartUpdate
+from headstart.openai.chat.chat_parts import ChatOutputPart, ChatOutputPartKind, ChatOutputParts, ChatOutputPartUpdate
 from headstart.openai.responses import Json
 from headstart.openai.text.generation import OutputDelta
 from headstart.openai.tools.call_arguments import parse_call_arguments
 
 
 @dataclass(frozen=True, slots=True)
-class CacheBreakpoints:
+class CacheBreakpointSummary:
     """The cache breakpoints of a prompt. `num_tokens` up to the last one, whole blocks only; 0 without any."""
 
     num_tokens: int = 0
@@ -25,8 +25,10 @@ class MessageEventBuilder:
     `marks`: the cache breakpoints of its prompt. `fills_context`: fewer tokens than max_tokens fit into the context.
     """
 
-    def __init__(self, message_id: str, model: str, marks: CacheBreakpoints, *, fills_context: bool = False) -> None:
-        self.parts = ChatParts()
+    def __init__(
+        self, message_id: str, model: str, marks: CacheBreakpointSummary, *, fills_context: bool = False
+    ) -> None:
+        self.parts = ChatOutputParts()
         self._message_id = message_id
         self._model = model
         self._marks = marks
@@ -38,7 +40,7 @@ class MessageEventBuilder:
 
     def add(self, delta: OutputDelta) -> list[Json]:
         """Process a delta and return its events."""
-        return [event for step in self.parts.add(delta) for event in self._of_step(step)]
+        return [event for step in self.parts.add_delta(delta) for event in self._of_step(step)]
 
     def closing_events(self, usage: Json) -> list[Json]:
         """Return the last events of a finished message."""
@@ -95,7 +97,7 @@ class MessageEventBuilder:
             return "stop_sequence", parts.stop_reason
         return "end_turn", None
 
-    def _of_step(self, step: ChatPartUpdate) -> Iterator[Json]:
+    def _of_step(self, step: ChatOutputPartUpdate) -> Iterator[Json]:
         part = step.part
         if step.closed is not None:
             yield from _end_of(step.closed)
@@ -105,8 +107,8 @@ class MessageEventBuilder:
             yield {"type": "content_block_delta", "index": part.index, "delta": _delta(part.kind, step.text)}
 
 
-def _end_of(part: ChatPart) -> Iterator[Json]:
-    if part.kind is ChatPartKind.REASONING:
+def _end_of(part: ChatOutputPart) -> Iterator[Json]:
+    if part.kind is ChatOutputPartKind.REASONING:
         delta = {"type": "signature_delta", "signature": _signature(part.text)}
         yield {"type": "content_block_delta", "index": part.index, "delta": delta}
     yield {"type": "content_block_stop", "index": part.index}
@@ -117,21 +119,21 @@ def _signature(thinking: str) -> str:
     return hashlib.sha256(thinking.encode()).hexdigest()
 
 
-def _delta(kind: ChatPartKind, text: str) -> Json:
+def _delta(kind: ChatOutputPartKind, text: str) -> Json:
     match kind:
-        case ChatPartKind.TOOL_CALL:
+        case ChatOutputPartKind.TOOL_CALL:
             return {"type": "input_json_delta", "partial_json": text}
-        case ChatPartKind.REASONING:
+        case ChatOutputPartKind.REASONING:
             return {"type": "thinking_delta", "thinking": text}
-        case ChatPartKind.CONTENT:
+        case ChatOutputPartKind.CONTENT:
             return {"type": "text_delta", "text": text}
 
 
-def _block(part: ChatPart, *, is_empty: bool = False) -> Json:
+def _block(part: ChatOutputPart, *, is_empty: bool = False) -> Json:
     """Return the content block of a part; `is_empty`: as it is before any text."""
     text = "" if is_empty else part.text
     match part.kind:
-        case ChatPartKind.TOOL_CALL:
+        case ChatOutputPartKind.TOOL_CALL:
             assert part.call is not None
             return {
                 "type": "tool_use",
@@ -139,7 +141,7 @@ def _block(part: ChatPart, *, is_empty: bool = False) -> Json:
                 "name": part.call.name,
                 "input": parse_call_arguments(text),
             }
-        case ChatPartKind.REASONING:
+        case ChatOutputPartKind.REASONING:
             return {"type": "thinking", "thinking": text, "signature": "" if is_empty else _signature(text)}
-        case ChatPartKind.CONTENT:
+        case ChatOutputPartKind.CONTENT:
             return {"type": "text", "text": text, "citations": None}

@@ -22,8 +22,8 @@ from headstart.openai.bounds import INT31_MAX, RequestBounds
 from headstart.openai.cache_params import MAX_ID_CHARS
 from headstart.openai.chat.chat_translation import TranslatedChatRequest, shared_chat_params, template_variables
 from headstart.openai.engine_requests import encode_chat
-from headstart.openai.forms.fields import check_request_fields
-from headstart.openai.forms.treatments import ApiName, NameKind, NameTreatment, find_treatment, strip_version_date
+from headstart.openai.forms.fields import refuse_or_skip_fields
+from headstart.openai.forms.treatments import ApiName, NameKind, NameTreatment, find_treatment, strip_date_suffix
 from headstart.openai.generation_fields import Model, SamplingFields, StopTexts, check_stop_strings
 from headstart.openai.request_model import SentMessages, SentObjects, custom_validator, validate_as
 from headstart.openai.responses import Json
@@ -162,7 +162,7 @@ def translate_messages_body(
     model: type[MessagesRequest] | type[CountTokensRequest], values: Mapping[str, Any], bounds: RequestBounds
 ) -> TranslatedMessages:
     """Return a validated body as a chat request. Raises InvalidRequestError."""
-    check_request_fields(ApiName.MESSAGES, values, bounds)
+    refuse_or_skip_fields(ApiName.MESSAGES, values, bounds)
     thread = values.get("thread")
     if isinstance(thread, Mapping) and thread.get("type") == "continue":
         message = "thread: no earlier messages of it are here; send all messages"
@@ -285,7 +285,7 @@ def _tools(value: object, bounds: RequestBounds) -> ChatTools:
         ttl = max(ttl, cache_control_ttl(sent.get("cache_control")))
         tool = _as_client_tool(sent)
         if tool is None:
-            bounds.note_skipped(NameKind.TOOL, sent.get("type"))
+            bounds.note_omitted_from_prompt(NameKind.TOOL, sent.get("type"))
             continue
         for key, kind in (("name", str), ("input_schema", Mapping)):
             if not isinstance(tool.get(key), kind):
@@ -365,7 +365,7 @@ def _as_client_tool(tool: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return tool if "name" in tool and "input_schema" in tool else None
     if row.treatment is NameTreatment.SKIPPED:
         return None
-    description, properties, required = _SCHEMAS[strip_version_date(kind)]
+    description, properties, required = _SCHEMAS[strip_date_suffix(kind)]
     schema = {"type": "object", "properties": properties, "required": list(required)}
-    name = tool.get("name", strip_version_date(kind))
+    name = tool.get("name", strip_date_suffix(kind))
     return {"description": description, **tool, "name": name, "input_schema": schema}

@@ -44,7 +44,7 @@ def optional_property(schema: Schema) -> OptionalProperty:
     return OptionalProperty(nullable_schema(schema))
 
 
-def constants_schema(first: str | bool, *others: str) -> Schema:
+def enum_schema(first: str | bool, *others: str) -> Schema:
     """Return the schema of one of these constants."""
     kind = "boolean" if isinstance(first, bool) else "string"
     return {"enum": [first, *others], "type": kind} if others else {"const": first, "type": kind}
@@ -76,7 +76,7 @@ class RouteResponseSchemas(NamedTuple):
     status: int = 200
 
 
-STATUS = object_schema("The answer of a probe, and of an action without result.", status=constants_schema("ok"))
+STATUS = object_schema("The answer of a probe, and of an action without result.", status=enum_schema("ok"))
 VERSION = object_schema("The version of the server.", version=STRING)
 _SOURCES = integer_properties("cached_tokens pinned_tokens shared_tokens store_tokens followed_tokens")
 _WRITTEN_TOKENS = object_schema(
@@ -92,7 +92,7 @@ _USAGE = object_schema(
 _CACHE_DIAGNOSTICS = object_schema(
     "The end of the reuse of an earlier prompt, in numbers and names only; tokens.",
     compared_id=STRING,
-    result=constants_schema("hit", "miss", "not_found"),
+    result=enum_schema("hit", "miss", "not_found"),
     cause=nullable_schema(STRING),
     field=nullable_schema(STRING),
     **integer_properties("compared_tokens common_tokens reusable_tokens cached_tokens evicted_tokens"),
@@ -113,7 +113,7 @@ _PROMPT_TOKEN = object_schema(
 )
 _CHOICE = {
     "index": INTEGER,
-    "finish_reason": nullable_schema(constants_schema("stop", "length", "tool_calls", "error", "abort")),
+    "finish_reason": nullable_schema(enum_schema("stop", "length", "tool_calls", "error", "abort")),
     "stop_reason": optional_property(any_of_schema(STRING, INTEGER)),
     "token_ids": optional_property(list_schema(INTEGER)),
     "prompt_logprobs": optional_property(
@@ -132,7 +132,7 @@ _COMPLETION_CHOICE = object_schema(
 )
 _COMPLETION: Schema = {
     **_HEAD,
-    "object": constants_schema("text_completion"),
+    "object": enum_schema("text_completion"),
     "choices": list_schema(_COMPLETION_CHOICE),
 }
 COMPLETION = object_schema("A whole completion.", **_COMPLETION, usage=_USAGE)
@@ -150,10 +150,10 @@ _CHAT_TOKEN = object_schema(
 )
 _CHAT_LOGPROBS = object_schema("Log-probabilities of a chat message.", content=list_schema(_CHAT_TOKEN), refusal=NULL)
 _FUNCTION = object_schema("The name of a function, and its arguments as JSON text.", name=STRING, arguments=STRING)
-_TOOL_CALL = object_schema("A call of a tool.", id=STRING, type=constants_schema("function"), function=_FUNCTION)
+_TOOL_CALL = object_schema("A call of a tool.", id=STRING, type=enum_schema("function"), function=_FUNCTION)
 _CHAT_MESSAGE = object_schema(
     "The generated message. Reasoning has two names, as in vLLM.",
-    role=constants_schema("assistant"),
+    role=enum_schema("assistant"),
     content=nullable_schema(STRING),
     refusal=NULL,
     reasoning=optional_property(STRING),
@@ -166,7 +166,7 @@ _CHAT_CHOICE = object_schema(
 CHAT_COMPLETION = object_schema(
     "A whole chat response.",
     **_HEAD,
-    object=constants_schema("chat.completion"),
+    object=enum_schema("chat.completion"),
     choices=list_schema(_CHAT_CHOICE),
     usage=_USAGE,
 )
@@ -177,12 +177,12 @@ _TOOL_CALL_DELTA = object_schema(
     "The next part of a tool call; id and type are in the first one.",
     index=INTEGER,
     id=optional_property(STRING),
-    type=optional_property(constants_schema("function")),
+    type=optional_property(enum_schema("function")),
     function=_FUNCTION_DELTA,
 )
 _MESSAGE_DELTA = object_schema(
     "The new parts of a message.",
-    role=optional_property(constants_schema("assistant")),
+    role=optional_property(enum_schema("assistant")),
     content=optional_property(STRING),
     reasoning=optional_property(STRING),
     reasoning_content=optional_property(STRING),
@@ -194,7 +194,7 @@ _CHUNK_CHOICE = object_schema(
 CHAT_CHUNK = object_schema(
     "An event of a streamed chat response; the usage is in the last one, if it was requested.",
     **_HEAD,
-    object=constants_schema("chat.completion.chunk"),
+    object=enum_schema("chat.completion.chunk"),
     choices=list_schema(_CHUNK_CHOICE),
     usage=nullable_schema(_USAGE),
 )
@@ -202,20 +202,20 @@ CHATS = RouteResponseSchemas(CHAT_COMPLETION, CHAT_CHUNK)
 
 # ----------------------------------------------------------------------------------------------------------- responses
 
-_ITEM_STATUS = constants_schema("in_progress", "completed", "incomplete")
+_ITEM_STATUS = enum_schema("in_progress", "completed", "incomplete")
 _TEXT_PART = object_schema(
-    "Text of a message.", type=constants_schema("output_text"), text=STRING, annotations=LIST, logprobs=LIST
+    "Text of a message.", type=enum_schema("output_text"), text=STRING, annotations=LIST, logprobs=LIST
 )
-_REASONING_PART = object_schema("Text of the reasoning.", type=constants_schema("reasoning_text"), text=STRING)
+_REASONING_PART = object_schema("Text of the reasoning.", type=enum_schema("reasoning_text"), text=STRING)
 
 
 def _item(description: str, *kinds: str, **properties: Schema) -> Schema:
-    return object_schema(description, id=STRING, type=constants_schema(*kinds), status=_ITEM_STATUS, **properties)
+    return object_schema(description, id=STRING, type=enum_schema(*kinds), status=_ITEM_STATUS, **properties)
 
 
 _CALL: Schema = {"call_id": STRING, "name": STRING, "namespace": optional_property(STRING)}
 _OUTPUT_ITEM = any_of_schema(
-    _item("A message of the output.", "message", role=constants_schema("assistant"), content=list_schema(_TEXT_PART)),
+    _item("A message of the output.", "message", role=enum_schema("assistant"), content=list_schema(_TEXT_PART)),
     _item(
         "The reasoning before a message; its summary is always empty.",
         "reasoning",
@@ -228,7 +228,7 @@ _OUTPUT_ITEM = any_of_schema(
         "A call of a tool with a type of its own, which the client executes. It has one of the last three fields.",
         *("local_shell_call", "shell_call", "apply_patch_call", "tool_search_call"),
         call_id=STRING,
-        execution=optional_property(constants_schema("client")),
+        execution=optional_property(enum_schema("client")),
         action=optional_property(OBJECT),
         operation=optional_property(OBJECT),
         arguments=optional_property(OBJECT),
@@ -236,15 +236,15 @@ _OUTPUT_ITEM = any_of_schema(
 )
 _CACHE_OPTIONS = object_schema(
     "The options of the prompt cache in force.",
-    mode=constants_schema("implicit", "explicit"),
+    mode=enum_schema("implicit", "explicit"),
     ttl=STRING,
     comparison_response_id=nullable_schema(STRING),
 )
 _PROMPT_CACHE_DIAGNOSTICS = object_schema(
     "The comparison with an earlier response; the other fields are those of a miss.",
-    type=constants_schema("cache_hit", "cache_miss", "comparison_response_not_found", "unavailable"),
+    type=enum_schema("cache_hit", "cache_miss", "comparison_response_not_found", "unavailable"),
     reason=optional_property(
-        constants_schema("tools_changed", "reasoning_effort_changed", "context_compacted", "input_changed")
+        enum_schema("tools_changed", "reasoning_effort_changed", "context_compacted", "input_changed")
     ),
     cache_missed_tokens=optional_property(INTEGER),
     comparison_reusable_tokens=optional_property(INTEGER),
@@ -260,10 +260,10 @@ _RESPONSE_USAGE = object_schema(
 RESPONSE = object_schema(
     "A response. The fields after `output` repeat the request.",
     id=STRING,
-    object=constants_schema("response"),
+    object=enum_schema("response"),
     created_at=INTEGER,  # seconds since 1970
-    status=constants_schema("in_progress", "completed", "incomplete", "failed"),
-    background=constants_schema(False),
+    status=enum_schema("in_progress", "completed", "incomplete", "failed"),
+    background=enum_schema(False),
     error=nullable_schema(OBJECT),
     incomplete_details=nullable_schema(map_schema(STRING)),
     model=STRING,
@@ -279,7 +279,7 @@ RESPONSE = object_schema(
     prompt_cache_options=_CACHE_OPTIONS,
     reasoning=map_schema(nullable_schema(STRING)),
     safety_identifier=nullable_schema(STRING),
-    service_tier=constants_schema("default"),
+    service_tier=enum_schema("default"),
     store=BOOLEAN,
     temperature=NUMBER,
     text=OBJECT,
@@ -287,7 +287,7 @@ RESPONSE = object_schema(
     tools=list_schema(OBJECT),
     top_logprobs=INTEGER,
     top_p=NUMBER,
-    truncation=constants_schema("disabled"),
+    truncation=enum_schema("disabled"),
     user=nullable_schema(STRING),
     cache_diagnostics=optional_property(_CACHE_DIAGNOSTICS),
     usage=nullable_schema(_RESPONSE_USAGE),
@@ -308,7 +308,7 @@ RESPONSE_EVENT = object_schema(
 RESPONSES = RouteResponseSchemas(RESPONSE, RESPONSE_EVENT)
 INPUT_ITEMS = object_schema(
     "The input items of a stored response, in the shape in which they were sent, with id and status.",
-    object=constants_schema("list"),
+    object=enum_schema("list"),
     data=list_schema(OBJECT),
     first_id=STRING,
     last_id=STRING,
@@ -317,21 +317,21 @@ INPUT_ITEMS = object_schema(
 DELETED_RESPONSE = object_schema(
     "The answer to the deletion of a stored response.",
     id=STRING,
-    object=constants_schema("response"),
-    deleted=constants_schema(True),
+    object=enum_schema("response"),
+    deleted=enum_schema(True),
 )
 
 # ------------------------------------------------------------------------------------------------------------ messages
 
 _BLOCK = any_of_schema(
-    object_schema("Text of a message.", type=constants_schema("text"), text=STRING, citations=NULL),
+    object_schema("Text of a message.", type=enum_schema("text"), text=STRING, citations=NULL),
     object_schema(
         "The reasoning before a message; the signature is empty.",
-        type=constants_schema("thinking"),
+        type=enum_schema("thinking"),
         thinking=STRING,
         signature=STRING,
     ),
-    object_schema("A call of a tool.", type=constants_schema("tool_use"), id=STRING, name=STRING, input=OBJECT),
+    object_schema("A call of a tool.", type=enum_schema("tool_use"), id=STRING, name=STRING, input=OBJECT),
 )
 _MESSAGE_USAGE = object_schema(
     "Numbers of tokens; the three counts of input tokens add up to those of the prompt.",
@@ -345,7 +345,7 @@ _MESSAGE_USAGE = object_schema(
 )
 _CACHE_MISS_REASON = object_schema(
     "The difference from the prompt of the earlier message; the number is that of a change.",
-    type=constants_schema(
+    type=enum_schema(
         "system_changed", "tools_changed", "messages_changed", "previous_message_not_found", "unavailable"
     ),
     cache_missed_input_tokens=optional_property(INTEGER),
@@ -353,11 +353,11 @@ _CACHE_MISS_REASON = object_schema(
 MESSAGE = object_schema(
     "The generated message.",
     id=STRING,
-    type=constants_schema("message"),
-    role=constants_schema("assistant"),
+    type=enum_schema("message"),
+    role=enum_schema("assistant"),
     model=STRING,
     content=list_schema(_BLOCK),
-    stop_reason=nullable_schema(constants_schema("end_turn", "max_tokens", "stop_sequence", "tool_use")),
+    stop_reason=nullable_schema(enum_schema("end_turn", "max_tokens", "stop_sequence", "tool_use")),
     stop_sequence=nullable_schema(STRING),
     diagnostics=optional_property(
         object_schema("The comparison with the prompt of an earlier message.", cache_miss_reason=_CACHE_MISS_REASON)
@@ -383,7 +383,7 @@ _MESSAGES_ERROR_DETAIL = object_schema(
     param=nullable_schema(STRING),
 )
 MESSAGES_ERROR = object_schema(
-    "Anthropic's error object.", type=constants_schema("error"), error=_MESSAGES_ERROR_DETAIL, request_id=STRING
+    "Anthropic's error object.", type=enum_schema("error"), error=_MESSAGES_ERROR_DETAIL, request_id=STRING
 )
 MESSAGES = RouteResponseSchemas(MESSAGE, MESSAGE_EVENT, MESSAGES_ERROR)
 TOKEN_COUNT = RouteResponseSchemas(
@@ -396,7 +396,7 @@ MODEL = object_schema(
     "The served model. `max_model_len` in tokens; the KV cache has `num_gpu_blocks` x `block_size`.\n\n"
     "`max_num_batched_tokens` is the most that a step computes; `tokenizer` a digest, for routers.",
     id=STRING,
-    object=constants_schema("model"),
+    object=enum_schema("model"),
     created=INTEGER,  # seconds since 1970
     owned_by=STRING,
     root=STRING,
@@ -411,7 +411,7 @@ MODEL = object_schema(
         exceptions=list_schema(STRING),
     ),
 )
-MODEL_LIST = object_schema("The models of a server: one.", object=constants_schema("list"), data=list_schema(MODEL))
+MODEL_LIST = object_schema("The models of a server: one.", object=enum_schema("list"), data=list_schema(MODEL))
 TOKENS = object_schema(
     "The tokens of a text or of a conversation.",
     **integer_properties("count max_model_len"),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headstart.http.http_errors import ApiHttpRules, error_status_and_body
+from headstart.http.http_errors import ApiHttpRules, error_status_body_headers
 from headstart.http.sse import DONE, PING
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.json_pieces import encode_json
@@ -92,5 +92,5 @@ class Api(ApiHttpRules):
 
     def stream_error_events(self, error: Exception, request_id: str, num_events: int) -> bytes:
         """Return the events that end a stream with an error; `num_events` were sent before."""
-        status, body, _ = error_status_and_body(error)
+        status, body, _ = error_status_body_headers(error)
         return self.end.failed(status, body, request_id, num_events)

@@ -15,7 +15,7 @@ from headstart.openai.request_json import parse_json
 from headstart.openai.responses import Json, error_object
 from headstart.openai.responses_api.input_items import first_referenced_response
 from headstart.openai.responses_api.response_events import error_event_data
-from headstart.openai.responses_api.responses_request import parse_responses, translate_responses
+from headstart.openai.responses_api.responses_request import parse_responses, responses_to_chat_request
 
 _CHOICES = re.compile(rb'\s*\{[^{}]{0,2048}"choices"\s*:\s*\[\s*\{')
 _LAST_NAMED = re.compile(
@@ -75,7 +75,7 @@ CHAT = Api(
 RESPONSES = Api(
     path="/v1/responses",
     answer=_with_list("output"),
-    chat_values=lambda values, bounds: translate_responses(parse_responses(values, bounds), values).values,
+    chat_values=lambda values, bounds: responses_to_chat_request(parse_responses(values, bounds), values).values,
     used_response=_response_used,
     end=StreamEnding(_LAST_NAMED, _response_failed, _response_refused, is_named=True),
     is_stored=True,

@@ -70,7 +70,7 @@ class EndpointRunner:
             raise
         return runner
 
-    def clear_prefix_cache(self) -> bool:
+    def try_clear_prefix_cache(self) -> bool:
         return False
 
     def run(
@@ -126,7 +126,7 @@ class EndpointRunner:
                     reply = await send_streamed_request(session, self.target, call, time.perf_counter() - start, start)
             replies[index] = reply
             bar.advance()
-            for at, waiting in waits.due_after(index, time.perf_counter() - start):
+            for at, waiting in waits.release_dependents(index, time.perf_counter() - start):
                 due[waiting].set_result(at)
             if give_up is not None and give_up(reply.record):
                 enough.set()

@@ -91,18 +91,18 @@ def _by_side() -> dict[str, list[IntentRatePoint]]:
     return {"off": [], "on": []}
 
 
-class IntentBench:
+class IntentRecognitionBench:
     """A running experiment. After `run()` its fields hold all measurements."""
 
     def __init__(self, setup: EngineSetup, config: IntentConfig, bar: ProgressBar) -> None:
         self.setup, self.config, self.bar = setup, config, bar
-        self.log = ContentionLog.new()
+        self.log = ContentionLog.empty()
         self.problems: list[str] = []
         self.unloaded: dict[str, list[RequestRecord]] = {"off": [], "on": []}
         self.loaded: dict[str, list[IntentRatePoint]] = _by_side()  # at comparison_rate
         self.searched: dict[str, list[IntentRatePoint]] = _by_side()
         self.qps: dict[str, list[float]] = {"off": [], "on": []}  # one per draw
-        bar.stage("loading the model twice", None)
+        bar.start_stage("loading the model twice", None)
         engines = {name: self._build(caching=name == "on") for name in ("off", "on")}
         self.info: EngineInfo = engines["on"][1]
         prefix = random_tokens(config.shape.shared, self.info.vocab_size, Random(f"{setup.seed}/prefix"))
@@ -111,30 +111,30 @@ class IntentBench:
             for name, (engine, info) in engines.items()
         }
 
-    def run(self) -> None:
+    def measure_all(self) -> None:
         """Measure everything, which takes some minutes. Stops after the unloaded requests if those fail."""
         self._measure_unloaded()
         if self.problems:
             return
         for draw in range(self.config.draws):
             for name in self.sides:
-                self.loaded[name].append(self._measure_point(name, self.comparison_rate, draw))
+                self.loaded[name].append(self._measure_point(name, self.comparison_request_rate, draw))
             for name in self.sides:
                 self.qps[name].append(self._search(name, draw))
 
-    def unloaded_latency(self, side: str) -> float:
+    def median_unloaded_latency(self, side: str) -> float:
         """Return the median seconds of an unloaded request."""
         return median(e2e_latencies(self.unloaded[side]))
 
     @property
-    def limit(self) -> float:
+    def p90_latency_limit(self) -> float:
         """Return the p90 latency allowed, in seconds: one limit for both sides."""
-        return self.config.limit_factor * self.unloaded_latency("on")
+        return self.config.limit_factor * self.median_unloaded_latency("on")
 
     @property
-    def comparison_rate(self) -> float:
+    def comparison_request_rate(self) -> float:
         """Return the requests per second at which both sides' time per output token is compared."""
-        return self.config.comparison_rate or 0.8 / self.unloaded_latency("off")
+        return self.config.comparison_rate or 0.8 / self.median_unloaded_latency("off")
 
     def _build(self, *, caching: bool) -> tuple[Engine, EngineInfo]:
         return self.setup.build(self.setup.options(num_blocks=NUM_BLOCKS, caching=caching))
@@ -146,7 +146,7 @@ class IntentBench:
             side.run(1)
 
         def one_round() -> list[tuple[str, RunResult]]:
-            self.bar.stage("one request at a time, caching off and on in turn", 2 * self.config.requests)
+            self.bar.start_stage("one request at a time, caching off and on in turn", 2 * self.config.requests)
             turns = [name for _ in range(self.config.requests) for name in self.sides]
             return [(name, self.sides[name].run(1, bar=self.bar)) for name in turns]
 
@@ -155,22 +155,22 @@ class IntentBench:
                 self._check(run, name, "unloaded")
                 self.unloaded[name] += run.records
 
-    def misses_limit_unloaded(self, name: str) -> bool:
+    def unloaded_latency_exceeds_limit(self, name: str) -> bool:
         """Return whether unloaded requests of the side exceed the limit, so that no rate can hold."""
-        return self.unloaded_latency(name) > self.limit
+        return self.median_unloaded_latency(name) > self.p90_latency_limit
 
     def _search(self, name: str, draw: int) -> float:
         """Return the highest rate of one draw at which the side's p90 latency is within the limit; 0 if none is."""
-        if self.misses_limit_unloaded(name):
+        if self.unloaded_latency_exceeds_limit(name):
             return 0.0
 
         def holds(rate: float) -> bool:
-            point = self._measure_point(name, rate, draw, limit=self.limit)
+            point = self._measure_point(name, rate, draw, limit=self.p90_latency_limit)
             self.searched[name].append(point)
             return point.holds
 
         earlier = self.qps[name][-1] if self.qps[name] else 0.0
-        alone = self.unloaded_latency(name)
+        alone = self.median_unloaded_latency(name)
         return search_highest_rate(
             holds, earlier or START_LOAD / alone, precision=self.config.precision, least=LEAST_LOAD / alone
         )
@@ -182,13 +182,13 @@ class IntentBench:
         due = [time / rate for time in arrivals]
 
         def measure() -> RunResult:
-            self.bar.stage(f"caching {name}, {rate:.2f} requests/s", count)
+            self.bar.start_stage(f"caching {name}, {rate:.2f} requests/s", count)
             return self.sides[name].run(count, bar=self.bar, due=due, limit=limit)
 
         run = measure_uncontended(measure, self.log)
         self._check(run, name, f"{rate:.2f} requests/s")
         whole = not run.given_up and not run.errors
-        holds = whole and percentile(e2e_latencies(run.records), 90) <= self.limit
+        holds = whole and percentile(e2e_latencies(run.records), 90) <= self.p90_latency_limit
         return IntentRatePoint(name, draw, rate, count, holds, run.given_up, summarize_records(run.records))
 
     def _check(self, run: RunResult, name: str, label: str) -> None:
@@ -218,15 +218,15 @@ def run_intent(
     if config is None:
         report = BenchmarkReport("intent", {}, model=BUNDLED, seed=setup.seed, runs=1, threads=setup.threads)
     else:
-        bench = IntentBench(setup, config, bar)
-        bench.run()
+        bench = IntentRecognitionBench(setup, config, bar)
+        bench.measure_all()
         report = _report(bench) if bench.qps["on"] else _failed(bench)
     if add_accuracy is not None:
         add_accuracy(report, bar)
     return report
 
 
-def _failed(bench: IntentBench) -> BenchmarkReport:
+def _failed(bench: IntentRecognitionBench) -> BenchmarkReport:
     """Return a report without figures: single requests failed already."""
     setup = bench.setup
     problems = list(dict.fromkeys(bench.problems))
@@ -235,7 +235,7 @@ def _failed(bench: IntentBench) -> BenchmarkReport:
     )
 
 
-def _report(bench: IntentBench) -> BenchmarkReport:
+def _report(bench: IntentRecognitionBench) -> BenchmarkReport:
     """Return the report: medians over rounds and draws, in ms and requests per second."""
     setup, config = bench.setup, bench.config
     ttft = {side: _ttfts(records) for side, records in bench.unloaded.items()}
@@ -247,11 +247,11 @@ def _report(bench: IntentBench) -> BenchmarkReport:
         **_pair("tpot_p90_{}_ms", tpot),
         "tpot_p90_ratio": _ratio(median(tpot["off"]), median(tpot["on"])),
         **_pair("stall_p90_{}_ms", stall),
-        "load_rate_qps": bench.comparison_rate,
+        "load_rate_qps": bench.comparison_request_rate,
         **_pair("qps_{}", bench.qps),
         "qps_ratio": _ratio(median(bench.qps["on"]), median(bench.qps["off"])),
-        "limit_ms": 1e3 * bench.limit,
-        **{f"unloaded_{side}_ms": 1e3 * bench.unloaded_latency(side) for side in ("off", "on")},
+        "limit_ms": 1e3 * bench.p90_latency_limit,
+        **{f"unloaded_{side}_ms": 1e3 * bench.median_unloaded_latency(side) for side in ("off", "on")},
         "cached_share_load": summarize_records(bench.unloaded["on"]).cached_share,
         "points": [_point_values(point) for side in ("off", "on") for point in bench.searched[side]],
     }
@@ -340,7 +340,7 @@ def _figures(report: BenchmarkReport) -> ReportTable:
     )
 
 
-def _points(bench: IntentBench) -> ReportTable:
+def _points(bench: IntentRecognitionBench) -> ReportTable:
     points = sorted(
         (point for found in bench.searched.values() for point in found), key=lambda point: (point.side, point.rate)
     )
@@ -348,9 +348,9 @@ def _points(bench: IntentBench) -> ReportTable:
         (point.side, point.rate, point.requests, _e2e_text(point), "yes" if point.holds else "no") for point in points
     )
     alone = tuple(
-        (name, "alone", len(found), f"{1e3 * bench.unloaded_latency(name):.0f} (median)", "no")
+        (name, "alone", len(found), f"{1e3 * bench.median_unloaded_latency(name):.0f} (median)", "no")
         for name, found in bench.unloaded.items()
-        if bench.misses_limit_unloaded(name)
+        if bench.unloaded_latency_exceeds_limit(name)
     )
     return ReportTable(
         "points of the search", ("caching", "requests/s", "requests", "latency p90 ms", "holds"), alone + rows
@@ -363,7 +363,7 @@ def _e2e_text(point: IntentRatePoint) -> str:
     return f"{1e3 * point.summary.e2e.p90:.0f}"
 
 
-def _chart(bench: IntentBench) -> ReportChart:
+def _chart(bench: IntentRecognitionBench) -> ReportChart:
     """Return the chart of p90 latency by rate, for every point that was not ended early."""
     found = {
         (side, point.rate): 1e3 * point.summary.e2e.p90
@@ -373,5 +373,5 @@ def _chart(bench: IntentBench) -> ReportChart:
     }
     rates = tuple(sorted({rate for _, rate in found}))
     series = {f"caching {side}": tuple(found.get((side, rate)) for rate in rates) for side in bench.searched}
-    series["limit"] = tuple(1e3 * bench.limit for _ in rates)
+    series["limit"] = tuple(1e3 * bench.p90_latency_limit for _ in rates)
     return ReportChart("Intent recognition under load", "requests/s", "latency p90, ms", rates, series)

@@ -28,15 +28,17 @@ class PhaseResult:
     ideal: int  # prompt tokens that a perfect, infinite cache computes in this phase
 
     @property
-    def computed(self) -> int | None:
+    def computed_prompt_tokens(self) -> int | None:
         """Return the prompt tokens computed, as seen by the client; None if not reported or a request failed."""
         whole = not self.trial.is_cut and all(record.ok for record in self.trial.records)
-        return self.trial.computed_tokens if whole else None
+        return self.trial.computed_prompt_tokens if whole else None
 
     @property
-    def redundancy(self) -> float | None:
+    def redundancy_factor(self) -> float | None:
         """Return the computed prompt tokens / the least number possible; None where `computed` is None."""
-        return None if self.computed is None or not self.ideal else self.computed / self.ideal
+        return (
+            None if self.computed_prompt_tokens is None or not self.ideal else self.computed_prompt_tokens / self.ideal
+        )
 
     @property
     def problems(self) -> list[str]:
@@ -46,10 +48,10 @@ class PhaseResult:
         if errors and not self.trial.is_cut:
             head = f"{self.phase.name}: {len(errors)} of {len(self.trial.records)} requests failed"
             found.append(f"{head}, the first with: {errors[0]}")
-        if self.computed is not None and self.computed < self.ideal:
+        if self.computed_prompt_tokens is not None and self.computed_prompt_tokens < self.ideal:
             found.append(
-                f"{self.phase.name}: {self.computed} prompt tokens computed, but at least {self.ideal} are "
-                f"needed: the prompts were known already (another --seed?), or cached tokens are misreported"
+                f"{self.phase.name}: {self.computed_prompt_tokens} prompt tokens computed, but at least {self.ideal} "
+                f"are needed: the prompts were known already (another --seed?), or cached tokens are misreported"
             )
         return found
 
@@ -82,10 +84,10 @@ def measure_scenario(
 
     Clears the prefix cache first, where the runner can. Continues after a failed phase and reports its problems.
     """
-    was_reset = runner.clear_prefix_cache()
+    was_reset = runner.try_clear_prefix_cache()
     results: list[PhaseResult] = []
     for phase, ideal in zip(scenario.phases, _ideals(scenario), strict=True):
-        bar.stage(f"{runner.label}: {scenario.name}, {phase.name}", len(phase.jobs))
+        bar.start_stage(f"{runner.label}: {scenario.name}, {phase.name}", len(phase.jobs))
         watch = give_up if phase.is_measured else None
         trial = runner.run(phase.jobs, concurrency=phase.concurrency, bar=bar, give_up=watch)
         results.append(PhaseResult(phase, trial, ideal))

@@ -14,10 +14,10 @@ from typing import Any
 from headstart.bench.measure import PhaseResult, ScenarioResult, measure_scenario
 from headstart.bench.suite import (
     check_request_lengths,
-    group_by_phase,
+    format_redundancy,
+    group_results_by_phase,
     latency_table,
     redundancy_table,
-    redundancy_text,
 )
 from headstart.measurement.machine import ContentionLog, measure_uncontended
 from headstart.measurement.progress_bar import QUIET, ProgressBar
@@ -109,12 +109,12 @@ class RateSearchResult:
 DEFAULTS = RateSearchConfig()
 
 
-def cached_prefix_load(shape: RequestShape = INTENT) -> Load:
+def cached_prefix_workload(shape: RequestShape = INTENT) -> Load:
     """Return the load of PrefixCacheManager (blog): requests behind one prefix that is already cached."""
 
     def build(vocab_size: int, rng: Random, due: Sequence[float]) -> WorkloadScenario:
         prefix = random_tokens(shape.shared, vocab_size, rng)
-        return scenarios.poisson_intent_scenario(vocab_size, rng, due=due, prefix=prefix, shape=shape)
+        return scenarios.poisson_intent_recognition_scenario(vocab_size, rng, due=due, prefix=prefix, shape=shape)
 
     return build
 
@@ -166,7 +166,7 @@ def run_rate_search(runner: JobRunner, plan: RateSearchPlan, bar: ProgressBar = 
     """Measure unloaded requests, then search the highest rate. Raises ConfigError for requests that do not fit."""
     scenario = _alone(plan, runner.vocab_size)
     check_request_lengths(runner, scenario)
-    log = ContentionLog.new()
+    log = ContentionLog.empty()
     alone = measure_uncontended(lambda: measure_scenario(runner, scenario, bar), log, retries=int(plan.is_guarded))
     known = [record.e2e for record in alone["alone"].trial.records if record.ok and record.e2e is not None]
     if not known or alone.problems:
@@ -194,7 +194,9 @@ def _alone(plan: RateSearchPlan, vocab_size: int) -> WorkloadScenario:
 def _report(
     runner: JobRunner, plan: RateSearchPlan, alone: ScenarioResult, search: RateSearchResult | None
 ) -> BenchmarkReport:
-    values = {phase.name: phase.json_fields(search.slo if search else plan.slo) for phase in group_by_phase([alone])}
+    values = {
+        phase.name: phase.json_fields(search.slo if search else plan.slo) for phase in group_results_by_phase([alone])
+    }
     report = BenchmarkReport(
         plan.name,
         {"highest_rate": None, "redundancy": values["alone"]["redundancy"], "phases": values},
@@ -235,7 +237,7 @@ def _values(point: RatePoint, slo: Slo) -> dict[str, Any]:
         "given_up": trial.is_cut,
         **{f"{name}_p90_ms": None if trial.is_cut or not f else 1e3 * f.p90 for name, f in shown.items()},
         "goodput": slo.goodput(trial.records),
-        "redundancy": point.result.redundancy,
+        "redundancy": point.result.redundancy_factor,
         "reports_cached": trial.reports_cached,
         "holds": point.holds,
     }
@@ -248,7 +250,7 @@ def _points_sheet(search: RateSearchResult, points: list[dict[str, Any]]) -> Rep
     rows = tuple(
         (
             *(found[key] for key in keys),
-            redundancy_text(found),
+            format_redundancy(found),
             "given up" if found["given_up"] else "yes" if found["holds"] else "no",
         )
         for found in sorted(points, key=lambda found: found["rate"])

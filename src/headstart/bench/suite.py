@@ -49,25 +49,25 @@ class PhaseFigures:
         return [record for result in self.results for record in result.trial.records]
 
     @property
-    def seconds(self) -> list[float]:
+    def seconds_per_repetition(self) -> list[float]:
         return [result.trial.seconds for result in self.results]
 
     @property
-    def decode_rates(self) -> list[float]:
+    def concurrent_decode_rates(self) -> list[float]:
         """Return the decode rates; empty unless all jobs start at once, so that all decode together for a while."""
         if any(result.phase.concurrency or any(job.at for job in result.phase.jobs) for result in self.results):
             return []
-        return [rate for result in self.results if (rate := result.trial.decode_rate) is not None]
+        return [rate for result in self.results if (rate := result.trial.concurrent_decode_rate) is not None]
 
     @property
     def most_redundant_result(self) -> PhaseResult:
         """Return the repetition with the highest redundancy."""
-        return max(self.results, key=lambda result: result.redundancy or 0.0)
+        return max(self.results, key=lambda result: result.redundancy_factor or 0.0)
 
     def json_fields(self, slo: Slo) -> dict[str, Any]:
         """Return the keys of the JSON object; latencies in ms."""
         summary, worst = summarize_records(self.records), self.most_redundant_result
-        seconds, each = median(self.seconds), len(self.results)
+        seconds, each = median(self.seconds_per_repetition), len(self.results)
         reported = all(result.trial.reports_cached for result in self.results)
         found: dict[str, Any] = {
             "requests": summary.requests,
@@ -75,13 +75,13 @@ class PhaseFigures:
             "seconds": seconds,
             "request_rate": (summary.requests - summary.errors) / each / seconds if seconds else None,
             "output_tokens_per_s": summary.output_tokens / each / seconds if seconds else None,
-            "decode_tokens_per_s": median(self.decode_rates) if self.decode_rates else None,
+            "decode_tokens_per_s": median(self.concurrent_decode_rates) if self.concurrent_decode_rates else None,
             "prompt_tokens": summary.prompt_tokens,
             "cached_tokens": summary.cached_tokens if reported else None,
             "cached_share": summary.cached_share if reported else None,
-            "prefill_computed": worst.computed,
+            "prefill_computed": worst.computed_prompt_tokens,
             "ideal": worst.ideal,
-            "redundancy": worst.redundancy,
+            "redundancy": worst.redundancy_factor,
             "reports_cached": reported,
             **{f"{name}_ms": percentiles_in_ms(values) for name, values in latency_distributions(summary).items()},
         }
@@ -91,7 +91,7 @@ class PhaseFigures:
 def run_suite(runner: JobRunner, plan: SuitePlan, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Serve the workload `plan.runs` times. Raises ConfigError for requests longer than the runner's context."""
     check_request_lengths(runner, plan.build(runner.vocab_size, Random(0)))
-    log, found = ContentionLog.new(), list[ScenarioResult]()
+    log, found = ContentionLog.empty(), list[ScenarioResult]()
     for number in range(plan.runs):
         tries = 0
 
@@ -119,7 +119,7 @@ def check_request_lengths(runner: JobRunner, scenario: WorkloadScenario) -> None
 
 def suite_report(runner: JobRunner, plan: SuitePlan, found: Sequence[ScenarioResult]) -> BenchmarkReport:
     """Return the report. Figures of the last phase are at the top level of the document, all phases under `phases`."""
-    phases = group_by_phase(found)
+    phases = group_results_by_phase(found)
     values = {phase.name: phase.json_fields(plan.slo) for phase in phases}
     last = phases[-1]
     report = BenchmarkReport(
@@ -129,7 +129,7 @@ def suite_report(runner: JobRunner, plan: SuitePlan, found: Sequence[ScenarioRes
         seed=plan.seed,
         runs=plan.runs,
         threads=runner.about.get("settings", {}).get("threads"),
-        spread={f"{phase.name}.seconds": min_and_max(phase.seconds) for phase in phases},
+        spread={f"{phase.name}.seconds": min_and_max(phase.seconds_per_repetition) for phase in phases},
         setup={**plan.setup, **runner.about, "was_reset": all(one.was_reset for one in found)},
         problems=list(dict.fromkeys(problem for one in found for problem in one.problems)),
     )
@@ -142,7 +142,7 @@ def suite_report(runner: JobRunner, plan: SuitePlan, found: Sequence[ScenarioRes
     return report
 
 
-def group_by_phase(found: Sequence[ScenarioResult]) -> list[PhaseFigures]:
+def group_results_by_phase(found: Sequence[ScenarioResult]) -> list[PhaseFigures]:
     """Return the measured phases by name, in order; a phase that is served several times has several results."""
     results: dict[str, list[PhaseResult]] = {}
     for measured in found:
@@ -163,7 +163,7 @@ def redundancy_table(values: dict[str, dict[str, Any]]) -> ReportTable:
     rows = tuple(
         (
             *(name, (found["ttft_ms"] or {}).get("p50")),
-            *(found["prefill_computed"], found["ideal"], redundancy_text(found)),
+            *(found["prefill_computed"], found["ideal"], format_redundancy(found)),
         )
         for name, found in values.items()
     )
@@ -171,7 +171,7 @@ def redundancy_table(values: dict[str, dict[str, Any]]) -> ReportTable:
     return ReportTable("prefill redundancy, counted by the client", columns, rows)
 
 
-def redundancy_text(found: dict[str, Any]) -> str | None:
+def format_redundancy(found: dict[str, Any]) -> str | None:
     """Return the redundancy with two decimals, or "not reported" if the runner does not report cached tokens."""
     if found["redundancy"] is not None:
         return f"{found['redundancy']:.2f}"
@@ -202,7 +202,7 @@ def tokens_chart(phases: Sequence[PhaseFigures]) -> ReportChart:
     worst = [phase.most_redundant_result for phase in phases]
     series: dict[str, tuple[float | None, ...]] = {
         "sent": tuple(sum(len(job.prompt) for job in result.phase.jobs) for result in worst),
-        "computed": tuple(result.computed for result in worst),
+        "computed": tuple(result.computed_prompt_tokens for result in worst),
         "least possible": tuple(result.ideal for result in worst),
     }
     return ReportChart("prompt tokens", "phase", "tokens", tuple(phase.name for phase in phases), series)

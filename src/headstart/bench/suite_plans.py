@@ -44,7 +44,7 @@ class SharedPrefixGroups:
         )
 
     @property
-    def load(self) -> Load:
+    def load_builder(self) -> Load:
         """Return the same groups for any number of requests; `prompts` is ignored."""
 
         def build(vocab_size: int, rng: Random, due: Sequence[float]) -> WorkloadScenario:
@@ -59,7 +59,7 @@ class SharedPrefixGroups:
         return build
 
     @property
-    def setup_description(self) -> dict[str, Any]:
+    def setup_facts(self) -> dict[str, Any]:
         loop = f"open, {self.rate:g} requests/s" if self.rate else f"closed, {self.concurrency} at a time"
         return {
             "loop": loop if self.rate or self.concurrency else "all at once",
@@ -125,7 +125,7 @@ def prefill_scenario_builder(lengths: Sequence[int], cached_share: float, reques
     return build
 
 
-def add_length_chart(report: BenchmarkReport, lengths: Sequence[int]) -> BenchmarkReport:
+def add_ttft_by_length_chart(report: BenchmarkReport, lengths: Sequence[int]) -> BenchmarkReport:
     """Return the report of `prefill` with one chart: time to the first token by length."""
     phases = report.values["phases"]
     series: dict[str, tuple[float | None, ...]] = {
@@ -138,12 +138,12 @@ def add_length_chart(report: BenchmarkReport, lengths: Sequence[int]) -> Benchma
 
 def rotations_scenario_builder(count: int, length: int, passes: int) -> Build:
     def build(vocab_size: int, rng: Random) -> WorkloadScenario:
-        return scenarios.rotations_scenario(vocab_size, rng, count=count, length=length, passes=passes)
+        return scenarios.rotated_prompts_scenario(vocab_size, rng, count=count, length=length, passes=passes)
 
     return build
 
 
-def avoidable_share(trace: Trace) -> float | None:
+def avoidable_prompt_token_share(trace: Trace) -> float | None:
     """Return the share of a trace's prompt tokens that other prompts with the same text would have spared.
 
     It is that of `headstart lint`, with an infinite cache. None: the trace has lengths and hashes, but no text.
@@ -168,7 +168,7 @@ def trace_scenario_builder(trace: Trace, *, speed: float, factor: float, concurr
     """Return the scenario of a trace's requests: when they came, after the answers they need, or so many at a time."""
 
     def build(vocab_size: int, rng: Random) -> WorkloadScenario:
-        jobs = trace.jobs(vocab_size, rng.getrandbits(64), factor=factor, speed=speed)
+        jobs = trace.to_jobs(vocab_size, rng.getrandbits(64), factor=factor, speed=speed)
         if concurrency:
             jobs = [replace(job, after=()) for job in jobs]
         return WorkloadScenario("trace", (WorkloadPhase(trace.kind, tuple(jobs), concurrency),))

@@ -18,6 +18,6 @@ EXAMPLE: Final = (
 """A system message and a sentence of the task that the bundled model was trained for."""
 
 
-def bundled_model_folder() -> Path:
+def bundled_intent_model_folder() -> Path:
     """The folder of the bundled intent model, a `LlamaForCausalLM` made by `training/intent/train.py`."""
     return Path(__file__).parent / "intent"

@@ -2,12 +2,12 @@
 
 from headstart.config.options import EngineOptions
 from headstart.core.engine import Engine, EngineInfo
-from headstart.model.setup.threads import choose_num_threads
+from headstart.model.setup.threads import configure_num_threads
 
 
 def build_engine(options: EngineOptions) -> tuple[Engine, EngineInfo]:
     """Call assembly.build_engine, imported here after setting the threads and after the checks that need no torch."""
-    choose_num_threads(options.threads)
+    configure_num_threads(options.threads)
     from headstart.engine.engine_checks import checked_model_folder
 
     folder = checked_model_folder(options)

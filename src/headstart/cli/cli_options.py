@@ -69,7 +69,7 @@ def add_option_flags(
     return decorate
 
 
-def expand_switches(arguments: list[str], flags: Collection[str]) -> list[str]:
+def add_values_to_switches(arguments: list[str], flags: Collection[str]) -> list[str]:
     """Return the arguments with explicit values for options also usable as switches: `--access-log`, `--no-access-log`.
 
     Only options in `flags` are expanded.

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from headstart.engine.engine_checks import check_engine_installed
-from headstart.model.setup.threads import choose_num_threads
+from headstart.model.setup.threads import configure_num_threads
 
 
 def doctor(
@@ -17,7 +17,7 @@ def doctor(
 ) -> None:
     """Show the resources of this machine, and problems with them."""
     check_engine_installed()
-    choose_num_threads(threads)
+    configure_num_threads(threads)
     from headstart.model.setup.doctor import make_doctor_report
 
     found = make_doctor_report(threads)

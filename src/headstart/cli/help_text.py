@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from headstart.cli.cli_options import expand_switches
+from headstart.cli.cli_options import add_values_to_switches
 from headstart.config.option_hints import harmless_flag_takes_value, hint_for_unknown_flag, is_harmless_flag
 
 _FLAGS_WIDTH = 34
@@ -27,7 +27,7 @@ class PanelHelpCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse argv; options that are also switches may be given without a value."""
-        words = expand_switches(args, {flag for p in self.params for flag in p.opts})
+        words = add_values_to_switches(args, {flag for p in self.params for flag in p.opts})
         return super().parse_args(ctx, self._known(ctx, words))
 
     def _known(self, ctx: Any, args: list[str]) -> list[str]:
@@ -137,7 +137,7 @@ def _flags(parameter: Any) -> str:
     return text if parameter.is_flag else f"{text} {parameter.metavar}"
 
 
-def usage_message(error: Any, argv: Sequence[str]) -> str:
+def usage_error_message(error: Any, argv: Sequence[str]) -> str:
     """Return the message of a usage error; for an unknown option with a hint, or with the verbs that have it."""
     option = getattr(error, "option_name", None)
     if option is None or error.ctx is None or not error.message.startswith("No such option"):

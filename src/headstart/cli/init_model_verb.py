@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from headstart.engine.engine_checks import check_engine_installed
-from headstart.model.setup.threads import choose_num_threads
+from headstart.model.setup.threads import configure_num_threads
 from headstart.model.weights.shapes import SHAPES, check_random_weights
 
 EXAMPLES = """Example:
@@ -35,7 +35,7 @@ def init_model(
     """
     check_engine_installed()
     check_random_weights(shape, std=std, dtype=dtype)
-    choose_num_threads()
+    configure_num_threads()
     from headstart.model.weights.init_model import write_random_model as write_model
 
     print(write_model(shape, out, std=std, seed=seed, dtype=dtype, overwrite=overwrite))

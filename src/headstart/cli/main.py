@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from headstart import __version__
-from headstart.cli.help_text import PanelHelpCommand, usage_message
+from headstart.cli.help_text import PanelHelpCommand, usage_error_message
 from headstart.config.config_file import DEBUG_VARIABLE
 from headstart.core.errors import HeadstartError
 from headstart.http.logs import escape_unprintable
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), 2)
     except Exception as error:
         if isinstance(error, _USAGE_ERROR):
-            message = usage_message(error, sys.argv[1:] if argv is None else argv)
+            message = usage_error_message(error, sys.argv[1:] if argv is None else argv)
             return _fail(message, 2) if message else 2  # empty: a group without a verb has printed its help
         if debug:
             raise

@@ -25,7 +25,7 @@ _STDIN = 0
 ORPHAN_SECONDS = 30.0  # for a graceful shutdown after the parent is gone; then SIGKILL
 
 
-def read_replica_options() -> ReplicaOptions:
+def read_options_from_stdin() -> ReplicaOptions:
     """Return the options from the first line of stdin; later, the end of stdin ends this process. Raises EOFError."""
     line = b""
     while not line.endswith(b"\n"):
@@ -47,16 +47,16 @@ def _end_with_parent() -> None:
 
 def main() -> int:
     """Serve until SIGTERM or the end of stdin; return the exit code of server.run_server.serve."""
-    options = read_replica_options()
+    options = read_options_from_stdin()
     log = ServerLog(is_terminal=options.on_terminal)
     num_shares = options.num_replicas + 1  # the router holds requests, too
     engine = options.engine
     if options.memory_share < 1:
-        engine = with_cpu_memory_limit(engine, options.memory_share, num_gpus=count_gpus(engine.device))
+        engine = options_with_cpu_memory_limit(engine, options.memory_share, num_gpus=count_gpus(engine.device))
     return serve(build_engine, engine, options.server, log, num_shares=num_shares)
 
 
-def with_cpu_memory_limit(
+def options_with_cpu_memory_limit(
     engine: EngineOptions, share: float, available: int | None = None, *, num_gpus: int
 ) -> EngineOptions:
     """Return the options with a limit of `share` of the available bytes (None: those of now), where none is set.

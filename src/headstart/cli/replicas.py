@@ -24,11 +24,11 @@ from headstart.gguf.tokenizer_json import FILE_NAME
 from headstart.http.lifecycle import EXIT_INTERRUPTED
 from headstart.http.logs import ServerLog
 from headstart.http.web_pages import ANY, is_loopback
-from headstart.model.kernels.block_hashes import compiled_hash_chain
+from headstart.model.kernels.block_hashes import load_compiled_hash_chain
 from headstart.model.kernels.compiled_pool import compiled_pool_factory
-from headstart.model.setup.gpus import VISIBLE_GPUS, check_gpu_sharing, count_gpus, visible_gpu_names
+from headstart.model.setup.gpus import VISIBLE_GPUS, check_gpu_sharing, count_gpus, visible_gpu_ids
 from headstart.model.setup.sizes import cpu_memory, format_bytes, parse_bytes
-from headstart.model.setup.threads import choose_num_threads
+from headstart.model.setup.threads import configure_num_threads
 
 REPLICA_HOST = "127.0.0.1"
 
@@ -38,9 +38,9 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
 
     The router stops first, so that no admitted request is lost; then all replica processes are stopped.
     """
-    gpus = visible_gpu_names(engine.device, count_gpus(engine.device), os.environ.get(VISIBLE_GPUS))
-    cores = choose_num_threads(engine.threads, environ={**os.environ})
-    share = replica_engine_options(engine, router.replicas, cores=cores, gpus=gpus)
+    gpus = visible_gpu_ids(engine.device, count_gpus(engine.device), os.environ.get(VISIBLE_GPUS))
+    cores = configure_num_threads(engine.threads, environ={**os.environ})
+    share = engine_options_per_replica(engine, router.replicas, cores=cores, gpus=gpus)
     command, variables = replica_command(), replica_environment(share.threads)
     with tempfile.TemporaryDirectory(prefix="headstart-") as folder:  # private: events contain prompts
 
@@ -67,7 +67,7 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
             drain_seconds=server.drain_timeout,
             overlaps=not gpus,  # a GPU has no memory for the old replica and the new one
         )
-        return _routed(fleet, with_model_tokenizer(router, engine), server)
+        return _routed(fleet, router_with_model_tokenizer(router, engine), server)
 
 
 def _routed(fleet: LocalReplicas, router: RouterOptions, server: ServerOptions) -> int:
@@ -77,7 +77,7 @@ def _routed(fleet: LocalReplicas, router: RouterOptions, server: ServerOptions) 
             server,
             fleet,
             envoy_fronts_of_options(router, server),
-            compiled_hash_chain(),
+            load_compiled_hash_chain(),
             compiled_pool_factory(),
         )
         if code == EXIT_INTERRUPTED:  # by a second Ctrl-C: do not wait for the replicas
@@ -98,7 +98,7 @@ def with_kv_events(engine: EngineOptions, events: str | None, replay: str | None
     return replace(engine, kv_events_config=json.dumps(config))
 
 
-def with_model_tokenizer(router: RouterOptions, engine: EngineOptions) -> RouterOptions:
+def router_with_model_tokenizer(router: RouterOptions, engine: EngineOptions) -> RouterOptions:
     """Return the router options with the tokenizer of the model's folder or file; else it is found by its name."""
     path = Path(engine.model).expanduser()
     is_there = (path / FILE_NAME).is_file() or (has_gguf_suffix(path) and path.is_file())
@@ -125,7 +125,7 @@ def replica_server_options(server: ServerOptions, replicas: int) -> ServerOption
     )
 
 
-def replica_engine_options(
+def engine_options_per_replica(
     engine: EngineOptions, replicas: int, *, cores: int, available: int | None = None, gpus: Sequence[str] = ()
 ) -> EngineOptions:
     """Return the options of one of several replicas, with its share of the cores and of the memory, or one of the GPUs.

@@ -40,12 +40,12 @@ def route(*, sources: Sources) -> None:
     router, server = merge_option_sources(RouterOptions, *sources), merge_option_sources(ServerOptions, *sources)
     print_starting_line()
     from headstart.gateway.run_gateway import run_router as run_router
-    from headstart.model.kernels.block_hashes import compiled_hash_chain
+    from headstart.model.kernels.block_hashes import load_compiled_hash_chain
     from headstart.model.kernels.compiled_pool import compiled_pool_factory
 
     fronts = envoy_fronts_of_options(router, server)
     raise typer.Exit(
-        run_router(router, server, fronts=fronts, chain=compiled_hash_chain(), pools=compiled_pool_factory())
+        run_router(router, server, fronts=fronts, chain=load_compiled_hash_chain(), pools=compiled_pool_factory())
     )
 
 

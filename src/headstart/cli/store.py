@@ -162,7 +162,7 @@ def _bar(label: str) -> Generator[Callable[[int, int], None]]:
 
         def show(done: int, total: int) -> None:
             if not shown:
-                bar.stage(f"{label}, MiB", -(-total // _MIB))
+                bar.start_stage(f"{label}, MiB", -(-total // _MIB))
                 shown.append(0)
             bar.advance(-(-done // _MIB) - shown[0])
             shown[0] = -(-done // _MIB)
@@ -205,7 +205,7 @@ def _stat_server(url: str, as_json: bool) -> None:
 
 def _verify_server(url: str, as_json: bool) -> None:
     with _linked(url) as (redis_inspect, link), progress_bar() as bar:
-        bar.stage(f"reading {url}, keys", 1)
+        bar.start_stage(f"reading {url}, keys", 1)
         found = redis_inspect.verify_redis(link)
         bar.advance(1)
     if as_json:

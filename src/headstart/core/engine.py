@@ -18,7 +18,7 @@ from headstart.core.grammars import CompilingRequests, GrammarCompiler
 from headstart.core.recent_requests import RecentRequests
 from headstart.core.request import NO_DEFAULTS, FinishReason, Request, SamplingDefaults
 from headstart.core.sched.scheduler import Scheduler
-from headstart.core.sched.step_time import TracedPrefills
+from headstart.core.sched.step_time import TracedRequestPrefills
 from headstart.core.sched.token_accounting import TokenCounters
 
 LONG_STEP_SECONDS = 1.0  # a step expected to take longer is announced before it begins
@@ -131,7 +131,7 @@ class Engine:
         self.recent = RecentRequests()
         self.on_long_step: Callable[[float], None] | None = None  # called before a long step with its duration, s
         self._begun: deque[_Begun] = deque()  # steps in flight, oldest first
-        self._prefills = TracedPrefills()
+        self._prefills = TracedRequestPrefills()
         self._num_steps = 0
         self._step_seconds = 0.0
         self._last_batch_tokens = 0
@@ -143,7 +143,7 @@ class Engine:
             scheduler.pool.listeners.append(self._event_log)
             scheduler.cache.event_log = self._event_log
         if store is not None:
-            store.start_writing(_source(scheduler, executor))
+            store.set_block_source(_source(scheduler, executor))
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises RequestTooLargeError if it can never fit and ValueError for a request id in use.
@@ -154,14 +154,14 @@ class Engine:
             raise ValueError(f"request id {request.request_id!r} is in use")
         if request.sampling.grammar is not None:
             self.scheduler.check_request(request)
-            self._compiling.add(request)
+            self._compiling.begin_compiling(request)
             return
         self._add(request)
 
     def _add(self, request: Request) -> None:
         self.scheduler.add_request(request)
         self.recent.record_queued(request.request_id)
-        self._prefills.add(request)
+        self._prefills.add_request_if_traced(request)
 
     def compile_grammar(self, grammar: str) -> None:
         """Compile a grammar and keep it for later requests; blocks. Raises InvalidRequestError."""
@@ -189,7 +189,7 @@ class Engine:
         refused = self._add_compiled() if self._compiling else []
         if not self.scheduler.has_work and not self._begun:
             if self._compiling and not refused:
-                self._compiling.wait_for_any()
+                self._compiling.wait_briefly_for_any()
             return refused
         return refused + self._step(now)
 
@@ -201,7 +201,7 @@ class Engine:
             pass
         if self._begun:
             return self._end()
-        self.scheduler.transfers.wait_for_loads(LOAD_WAIT_SECONDS)
+        self.scheduler.transfers.wait_for_any_load(LOAD_WAIT_SECONDS)
         self._publish_events()
         return []
 
@@ -212,7 +212,7 @@ class Engine:
         if not batch.chunks:
             return False
         self.recent.record_planned(batch.chunks, scheduler.running, scheduler.pool, scheduler.block_size)
-        dirty = scheduler.pool.take_blocks_to_zero()
+        dirty = scheduler.pool.drain_blocks_to_zero()
         if dirty:
             executor.zero_blocks(dirty)
         num_tokens = sum(len(chunk.token_ids) for chunk in batch.chunks)
@@ -231,7 +231,7 @@ class Engine:
         self._step_seconds += result.elapsed
         outputs = self.scheduler.update(result)
         if self._prefills:
-            outputs = self._prefills.record_step(chunks, now, result.elapsed, outputs)
+            outputs = self._prefills.record_and_attach_timings(chunks, now, result.elapsed, outputs)
         self._publish_events()
         self.recent.record_prompt_breakdowns(outputs, num_later=len(self._begun))
         return self._tend_prefixes(outputs)
@@ -248,7 +248,7 @@ class Engine:
             self._end()
         if external and self._store is not None:
             self._store.clear()
-        self.scheduler.pool.clear(pinned=pinned)
+        self.scheduler.pool.clear_published(pinned=pinned)
         if self.scheduler.speculation is not None:
             self.scheduler.speculation.clear()
         self._publish_events()
@@ -323,7 +323,7 @@ class Engine:
         prefixes = self.scheduler.prefixes
         if not prefixes.has_pending_requests:
             return outputs
-        others = prefixes.without_warming_outputs(outputs)
+        others = prefixes.consume_warming_outputs(outputs)
         if len(others) < len(outputs):
             self._keep_prefixes()
         self._warm_prefixes()
@@ -350,7 +350,7 @@ class Engine:
         return EngineStats(
             counters=replace(scheduler.counters),
             pool=PoolStats(
-                num_blocks=pool.num_usable,
+                num_blocks=pool.usable_capacity,
                 num_free=pool.num_free,
                 num_scratch=pool.num_scratch,
                 num_pinned_idle=pool.num_pinned_idle,

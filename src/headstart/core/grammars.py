@@ -34,7 +34,7 @@ class CompilingRequests:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting
 
-    def add(self, request: Request) -> None:
+    def begin_compiling(self, request: Request) -> None:
         """Begin to compile the grammar of a request. Raises InvalidRequestError without a compiler."""
         grammar = request.sampling.grammar
         assert grammar is not None, f"{request.request_id} has no grammar"
@@ -63,6 +63,6 @@ class CompilingRequests:
             raise InvalidRequestError("this engine has no grammars: leave out the structured output parameters")
         return self._compiler.begin_compile(grammar, tenant)
 
-    def wait_for_any(self) -> None:
+    def wait_briefly_for_any(self) -> None:
         """Wait a moment for any of them."""
         wait([future for _, future in self._waiting.values()], WAIT_SECONDS, "FIRST_COMPLETED")

@@ -83,7 +83,9 @@ class RecentRequests:
             start = starts.get(seq.request.request_id)
             if start is not None:
                 block_hashes, index = seq.block_hashes, start // block_size
-                self._add(seq, start, pool.find_eviction(block_hashes[index]) if index < len(block_hashes) else None)
+                self._add(
+                    seq, start, pool.find_eviction_record(block_hashes[index]) if index < len(block_hashes) else None
+                )
                 self._open[seq.request_id].has_kv = seq.junction > index
 
     def record_prompt_breakdowns(self, outputs: Iterable[RequestStepOutput], *, num_later: int = 0) -> None:

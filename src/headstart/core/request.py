@@ -120,7 +120,7 @@ class SuspectBlock(NamedTuple):
     version: int
 
 
-class RecomputeAttempt(NamedTuple):
+class NonFiniteRecompute(NamedTuple):
     """The second run of a sequence whose row was not finite, in private blocks; see trust.py."""
 
     suspects: tuple[SuspectBlock, ...]
@@ -171,7 +171,7 @@ class Sequence:
     num_public_blocks: int = 0  # leading blocks of a public pinned prefix: shared by all domains
     num_published_blocks: int = 0  # leading blocks that are taken over, published, or equal to a published one
     taken: list[range] = field(default_factory=list[range])  # indices of the blocks taken over from others
-    recompute: RecomputeAttempt | None = (
+    recompute: NonFiniteRecompute | None = (
         None  # its second run, waiting or running: it neither reads nor writes the cache
     )
     state: tuple[int, ...] = ()  # acquired blocks that its next chunk reads its recurrent state from

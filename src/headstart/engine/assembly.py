@@ -1,6 +1,6 @@
 """Construction of the engine from its options: model, KV pool, scheduler, runner, store, event publisher.
 
-Imports torch: call `choose_num_threads` before importing this module.
+Imports torch: call `configure_num_threads` before importing this module.
 """
 
 import sys
@@ -21,14 +21,19 @@ from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.speculation.speculation_config import parse_speculative_config
 from headstart.core.warm_up import measure_draft_cost, measure_step_times, memory_profile_batches
-from headstart.engine.engine_checks import check_engine_options, model_folder, parse_store_size, step_limits_of
+from headstart.engine.engine_checks import (
+    check_engine_options,
+    find_or_download_model,
+    parse_store_size,
+    step_limits_of,
+)
 from headstart.engine.kv_event_publisher import KVEventPublisher, parse_kv_events_config
 from headstart.gguf.gguf_reader import has_gguf_suffix
 from headstart.measurement.progress_bar import progress_bar
 from headstart.model.grammar.grammar_compiler import CachingGrammarCompiler
-from headstart.model.kernels.block_hashes import compiled_hash_chain
+from headstart.model.kernels.block_hashes import load_compiled_hash_chain
 from headstart.model.kernels.compiled_blocks import compiled_block_loops
-from headstart.model.kernels.library import find_kernels, kernels_in_use
+from headstart.model.kernels.library import find_kernels, kernel_library_in_use
 from headstart.model.model_runner import ModelRunner
 from headstart.model.setup.sizes import MemoryInfo, format_bytes, parse_bytes
 from headstart.model.setup.sizing import (
@@ -38,19 +43,19 @@ from headstart.model.setup.sizing import (
     device_memory,
     explain_out_of_memory,
     gpu_budget,
-    gpu_bytes_held,
     loaded_weight_bytes,
-    measure_gpu_peak,
+    measure_gpu_peak_increase,
+    measure_torch_gpu_bytes,
     plan_kv_pool,
 )
-from headstart.model.setup.threads import choose_num_threads
+from headstart.model.setup.threads import configure_num_threads
 from headstart.model.weights.model_loader import LoadedModel, load_model, resolve_device, uses_cuda_executor
 from headstart.openai.sampling_defaults import read_sampling_defaults
 from headstart.openai.structured.grammar_text import grammar_parser_limits
 from headstart.store.files import create_store_folder
 from headstart.store.format import StoredBlockFormat
 from headstart.store.tiers.chained_store import open_store
-from headstart.store.tiers.tier import TierPlaces, parse_tier_places, read_shared_secrets
+from headstart.store.tiers.tier import StoreTierLocations, parse_tier_places, read_shared_secrets
 
 Profile = Callable[[LoadedModel, int], int]
 """Returns the bytes on a GPU that a step of so many tokens needs beside weights and pool."""
@@ -73,11 +78,11 @@ def build_engine(
     """
     if folder is None:
         check_engine_options(options)
-    threads = choose_num_threads(options.threads)
+    threads = configure_num_threads(options.threads)
     apply_threads(threads)
     store_places = _store_places(options)  # before loading the model, so that an unusable folder is reported at once
     publisher = _event_publisher(options)
-    folder = folder or model_folder(options)
+    folder = folder or find_or_download_model(options)
     defaults = read_sampling_defaults(folder, options.generation_config)
     device = str(resolve_device(options.device))
     with explain_out_of_memory(f"starting on {device}", "end other processes (nvidia-smi lists them)"):
@@ -108,7 +113,7 @@ def build_engine(
         state_pages=state_pages,
         max_draft_tokens=speculation.num_speculative_tokens if speculation is not None and state_pages else 0,
     )
-    scheduler = scheduler_class(config, store=store, chain=compiled_hash_chain(), ops=compiled_block_loops())
+    scheduler = scheduler_class(config, store=store, chain=load_compiled_hash_chain(), ops=compiled_block_loops())
     if on_cpu:
         measure_step_times(runner, scheduler.step_times, max_tokens=max_model_len)
         if scheduler.speculation is not None:
@@ -144,22 +149,22 @@ def _load(
     """Return the model, the KV pool plan and max_model_len. Raises ConfigError before loading what cannot fit."""
     on_gpu = device.startswith("cuda")
     available = _available(options, found, on_gpu=on_gpu)
-    if device == "cpu" and kernels_in_use() is None:
+    if device == "cpu" and kernel_library_in_use() is None:
         print(
             f"Headstart has no CPU kernels here: {find_kernels().note}; torch is slower (headstart doctor)",
             file=sys.stderr,
         )
     packs = (
-        options.dtype != "float32" and device == "cpu" and kernels_in_use() is not None
+        options.dtype != "float32" and device == "cpu" and kernel_library_in_use() is not None
     )  # weights of less than 8 bits
     unpacks = options.quantization == "int4" or (
-        options.dtype == "float32" and device == "cpu" and kernels_in_use() is not None
+        options.dtype == "float32" and device == "cpu" and kernel_library_in_use() is not None
     )
     quantization = "none" if unpacks and not packs else options.quantization
     blocks = packs and quantization == "none"
     expected = loaded_weight_bytes(folder, dtype=options.dtype, quantization=quantization, blocks=blocks)
     check_weights_fit(expected, available, on_gpu=on_gpu)
-    held = gpu_bytes_held(device) if on_gpu else 0
+    held = measure_torch_gpu_bytes(device) if on_gpu else 0
     smaller = "end other processes, or use a smaller model or a lower --max-num-batched-tokens"
     with explain_out_of_memory(f"loading {format_bytes(expected)} of weights", smaller, found):
         loaded = load_model(
@@ -172,7 +177,7 @@ def _load(
             activation_bits=int(options.activation_bits),
             batch_invariant=options.batch_invariant,
         )
-        weight_bytes = max(loaded.weight_bytes, gpu_bytes_held(device) - held if on_gpu else 0)
+        weight_bytes = max(loaded.weight_bytes, measure_torch_gpu_bytes(device) - held if on_gpu else 0)
         left = available - weight_bytes
         profile = profile or partial(_run_profile, max_seqs=options.max_num_seqs, left=left)
         profile_bytes = profile(loaded, options.max_num_batched_tokens) if on_gpu else None
@@ -221,9 +226,9 @@ def _run_profile(loaded: LoadedModel, max_batched_tokens: int, *, max_seqs: int,
             for batch in batches:
                 runner.execute(batch)
 
-        return measure_gpu_peak(run, str(loaded.device)) + cuda.GRAPHS_BYTES
+        return measure_gpu_peak_increase(run, str(loaded.device)) + cuda.GRAPHS_BYTES
     runner = ModelRunner(loaded, num_blocks=num_blocks, block_size=PROFILE_BLOCK_SIZE)
-    peak = measure_gpu_peak(lambda: [runner.execute(batch) for batch in batches], str(loaded.device))
+    peak = measure_gpu_peak_increase(lambda: [runner.execute(batch) for batch in batches], str(loaded.device))
     if loaded.attention_backend != "reference":
         return peak
     return peak + max(left - peak, 0) // (loaded.kv_shape.num_layers + 1)
@@ -241,7 +246,7 @@ def _make_runner(
     runner = import_module(CUDA_RUNNER).CudaRunner(loaded, max_rows=options.max_num_seqs, **given)
     keys = runner.graphs.keys()
     with progress_bar() as bar:
-        bar.stage(f"Capturing CUDA graphs of {loaded.folder.name}", len(keys))
+        bar.start_stage(f"Capturing CUDA graphs of {loaded.folder.name}", len(keys))
         for key in keys:
             runner.warm_up([key])
             bar.advance()
@@ -257,17 +262,17 @@ def _available(options: EngineOptions, found: MemoryInfo, *, on_gpu: bool) -> in
     return gpu_budget(found, options.gpu_memory_utilization, limit=limit, is_sized=is_sized)
 
 
-def _store_places(options: EngineOptions) -> TierPlaces:
+def _store_places(options: EngineOptions) -> StoreTierLocations:
     """Return the places of --kv-store, a folder ready for use, or none. Raises ConfigError."""
     if options.kv_store is None:
-        return TierPlaces(None, None)
+        return StoreTierLocations(None, None)
     found = parse_tier_places(options.kv_store)
     if found.folder is not None:
         create_store_folder(found.folder)
     return found
 
 
-def _open_store(options: EngineOptions, found: TierPlaces, shape: StoredBlockFormat) -> BlockStore | None:
+def _open_store(options: EngineOptions, found: StoreTierLocations, shape: StoredBlockFormat) -> BlockStore | None:
     """Open the tiers of --kv-store. Raises ConfigError."""
     secrets = () if found.url is None else read_shared_secrets(options.kv_store_secret)
     given: dict[str, Any] = {

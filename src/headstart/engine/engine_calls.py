@@ -13,7 +13,7 @@ from typing import Any
 from headstart.core.cache.pinned_prefix import PrefixInfo
 from headstart.core.engine import Engine
 from headstart.core.request import CacheMode, Request, SamplingParams
-from headstart.engine.wire import encode_stats
+from headstart.engine.wire import stats_to_builtins
 from headstart.reuse.reuse_explainer import Viewer, explain_prompt_reuse, explain_request_reuse
 
 Plain = dict[str, Any]
@@ -48,7 +48,7 @@ def list_prefixes(engine: Engine, argument: None) -> list[Plain]:
 
 def cache_stats(engine: Engine, argument: None) -> list[Any]:
     """Return EngineStats as plain values."""
-    return encode_stats(engine.stats())
+    return stats_to_builtins(engine.stats())
 
 
 def explain(engine: Engine, argument: dict[str, Any]) -> dict[str, Any] | None:

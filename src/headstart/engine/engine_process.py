@@ -23,14 +23,14 @@ from headstart.engine.wire import (
     Abort,
     CallResult,
     EngineCall,
-    EngineChannel,
+    EngineFailed,
+    EngineSideChannel,
     EngineUpdate,
-    Failed,
     LongStep,
     PeerGoneError,
     Ready,
     Refused,
-    Start,
+    StartEngine,
     Stop,
     Submit,
     decode_to_engine,
@@ -44,7 +44,7 @@ _PR_SET_PDEATHSIG = 1
 class EngineLoop:
     """The loop that serves one engine over a channel."""
 
-    def __init__(self, engine: Engine, channel: EngineChannel) -> None:
+    def __init__(self, engine: Engine, channel: EngineSideChannel) -> None:
         self._engine = engine
         self._channel = channel
         self._stopping = False
@@ -81,7 +81,7 @@ class EngineLoop:
                     self._engine.abort(request_id)
             case EngineCall():
                 self._channel.send(self._call(message))
-            case Stop() | Start():
+            case Stop() | StartEngine():
                 self._stopping = True
 
     def _submit(self, message: Submit) -> None:
@@ -114,7 +114,7 @@ def main(descriptor: int) -> int:
     _belong_to_parent()
     sock = socket.socket(fileno=descriptor)
     sock.set_inheritable(False)
-    channel = EngineChannel(sock)
+    channel = EngineSideChannel(sock)
     try:
         started = _start(channel)
         if isinstance(started, int):
@@ -130,25 +130,25 @@ def main(descriptor: int) -> int:
         sock.close()
 
 
-def _start(channel: EngineChannel) -> "tuple[Engine, EngineInfo] | int":
+def _start(channel: EngineSideChannel) -> "tuple[Engine, EngineInfo] | int":
     """Build the engine from the first message and return it; on failure, report the reason and return the exit code."""
     payloads = channel.receive_payloads(START_SECONDS)
     message = decode_to_engine(payloads[0]) if payloads else None
-    if not isinstance(message, Start):
+    if not isinstance(message, StartEngine):
         return 1
     try:
         build = getattr(importlib.import_module(message.module), message.function)
         return build(message.options)
     except ConfigError as error:
-        channel.send(Failed(str(error), is_config=True))
+        channel.send(EngineFailed(str(error), is_config=True))
         return 2
     except Exception as error:
         traceback.print_exc()
-        channel.send(Failed(f"{type(error).__name__}: {error}", is_config=False))
+        channel.send(EngineFailed(f"{type(error).__name__}: {error}", is_config=False))
         return 1
 
 
-def _run(loop: EngineLoop, channel: EngineChannel) -> int:
+def _run(loop: EngineLoop, channel: EngineSideChannel) -> int:
     try:
         loop.run()
     except PeerGoneError:
@@ -156,7 +156,7 @@ def _run(loop: EngineLoop, channel: EngineChannel) -> int:
     except Exception as error:
         traceback.print_exc()
         print(f"headstart: the engine broke in a step ({type(error).__name__}: {error}) and ends", file=sys.stderr)
-        channel.send(Failed(f"{type(error).__name__}: {error}", is_config=False))
+        channel.send(EngineFailed(f"{type(error).__name__}: {error}", is_config=False))
         return 1  # without close: blocks pending for the store may be corrupt after the failure
     loop.close()
     return 0

@@ -33,7 +33,7 @@ from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import Request, SamplingParams
 from headstart.engine.engine_checks import check_engine_installed
 from headstart.measurement.progress_bar import GenerationProgress
-from headstart.model.setup.threads import choose_num_threads
+from headstart.model.setup.threads import configure_num_threads
 from headstart.openai.bounds import RequestBounds, closes_objects_by_default
 from headstart.openai.chat.chat_delta import ToolCallDelta
 from headstart.openai.engine_requests import (
@@ -41,13 +41,19 @@ from headstart.openai.engine_requests import (
     RequestOrigin,
     build_requests,
     encode_completion,
-    render_chat_prompt,
-    with_output_formats,
+    render_and_tokenize_chat,
+    with_chat_output_format,
 )
 from headstart.openai.forms.carried_text import REFUSE
 from headstart.openai.generation_params import GenerationParams, ParamsKind, parse_params
-from headstart.openai.prefix_tokens import encode_prefix, parse_prefix, prefix_body_field
-from headstart.openai.request_bodies import ChatBody, CompletionBody, as_rendered, parse_messages, parse_prompts
+from headstart.openai.prefix_tokens import encode_prefix, parse_prefix, prefix_field_name
+from headstart.openai.request_bodies import (
+    ChatBody,
+    CompletionBody,
+    messages_for_template,
+    parse_messages,
+    parse_prompts,
+)
 from headstart.openai.request_json import check_json_depth
 from headstart.openai.structured.dropped_keywords import dropped_keywords_header
 from headstart.openai.text.generation import GeneratedOutput
@@ -98,7 +104,7 @@ class LLM:
         """
         options = _engine_options(model, engine_options)
         check_engine_installed()
-        choose_num_threads(options.threads)
+        configure_num_threads(options.threads)
         engine, info = _build(options)
         self._adopt(engine, info, Tokenizer.from_folder(info.model))
 
@@ -193,10 +199,12 @@ class LLM:
         prompts: list[ChatPrompt] = []
         for conversation in messages if several else [messages]:
             check_json_depth(conversation)
-            body = ChatBody(None, as_rendered(parse_messages(conversation, self._bounds), self._bounds), params)
-            prompts.append(render_chat_prompt(body, self.tokenizer, self._bounds))
+            body = ChatBody(
+                None, messages_for_template(parse_messages(conversation, self._bounds), self._bounds), params
+            )
+            prompts.append(render_and_tokenize_chat(body, self.tokenizer, self._bounds))
         texts = [prompt.token_ids for prompt in prompts]
-        outputs = [with_output_formats(params, text, self.tokenizer, self._bounds) for text in texts]
+        outputs = [with_chat_output_format(params, text, self.tokenizer, self._bounds) for text in texts]
         return self._run(texts, outputs, progress, [prompt.boundary for prompt in prompts])
 
     def add_prefix(
@@ -209,7 +217,7 @@ class LLM:
         """
         self._check_open()
         check_json_depth(prefix)
-        body = parse_prefix({"name": name, prefix_body_field(prefix): prefix}, self._bounds)
+        body = parse_prefix({"name": name, prefix_field_name(prefix): prefix}, self._bounds)
         self.engine.add_prefix(name, encode_prefix(body, self.tokenizer, self._bounds))
         with GenerationProgress(1, show=progress, label="computing the prefix"), _interruptible() as interrupted:
             while (info := self._prefix(name)).state is PrefixState.WARMING and not interrupted():
@@ -390,7 +398,7 @@ def _completion(request: Request, generation: GeneratedOutput, params: Generatio
     of_prompt = None if params.sampling.prompt_logprobs is None else generation.prompt.logprobs
     return Completion(
         prompt_token_ids=list(request.prompt),
-        text=generation.text if chat is None else chat.content,
+        text=generation.text_with_echo if chat is None else chat.content,
         token_ids=generation.token_ids,
         num_cached_tokens=generation.num_cached_tokens,
         finish_reason=generation.finish_reason,

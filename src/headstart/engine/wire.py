@@ -30,7 +30,7 @@ class Message(msgspec.Struct, array_like=True, tag=True):
     """Base class of all messages; the tag is the class name."""
 
 
-class Start(Message):
+class StartEngine(Message):
     """To the engine, first and once: the function and the options to build it with."""
 
     module: str  # of the function that builds it
@@ -65,7 +65,7 @@ class Submit(Message):
     boundary: int = 0
 
     @classmethod
-    def from_requests(cls, requests: Sequence[Request]) -> "list[Submit]":
+    def messages_from_requests(cls, requests: Sequence[Request]) -> "list[Submit]":
         """Return the messages for `requests`: one message for the requests of one client request."""
         if len(requests) == 1:
             return [cls._of(requests)]
@@ -139,7 +139,7 @@ class Ready(Message):
     info: EngineInfo
 
 
-class Failed(Message):
+class EngineFailed(Message):
     """From the engine, last: it cannot start (`is_config`: because of its configuration), or it failed in a step."""
 
     message: str
@@ -178,8 +178,8 @@ class CallResult(Message):
     code: str | None = None
 
 
-ToEngine = Start | Submit | Abort | EngineCall | Stop
-FromEngine = Ready | Failed | Refused | EngineUpdate | LongStep | CallResult
+ToEngine = StartEngine | Submit | Abort | EngineCall | Stop
+FromEngine = Ready | EngineFailed | Refused | EngineUpdate | LongStep | CallResult
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
@@ -198,13 +198,13 @@ class PeerGoneError(HeadstartError):
     """The process at the other end of the channel has ended."""
 
 
-def encode_stats(stats: EngineStats) -> list[Any]:
+def stats_to_builtins(stats: EngineStats) -> list[Any]:
     """Return the fields of EngineStats as plain values, for a CallResult."""
     return msgspec.to_builtins(stats)
 
 
-def decode_stats(values: list[Any]) -> EngineStats:
-    """Return EngineStats from the values of `encode_stats`."""
+def stats_from_values(values: list[Any]) -> EngineStats:
+    """Return EngineStats from the values of `stats_to_builtins`."""
     return msgspec.convert(values, EngineStats)
 
 
@@ -234,7 +234,7 @@ class FrameSplitter:
             del buffer[:start]
 
 
-class EngineChannel:
+class EngineSideChannel:
     """The engine's end of the socket: blocking sends, receives with a timeout."""
 
     def __init__(self, sock: socket.socket) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from headstart.gateway.proxy.replies import check_response_head, read_bounded_body, read_complete_answer
+from headstart.gateway.proxy.replies import check_if_event_stream, read_bounded_body, read_complete_answer
 from headstart.gateway.proxy.upstream import UnstreamedReplicaAnswer, forwarded_request_headers
 from headstart.http.http_errors import HttpError
-from headstart.http.web_pages import reveals_proxy_or_page
+from headstart.http.web_pages import is_proxy_or_page_header
 from headstart.openai.request_json import parse_json
 from headstart.openai.responses import Json
 
@@ -35,7 +35,7 @@ Counts = dict[str, int]
 FANOUT_SECONDS = 300.0  # a prefix is computed before its answer comes
 
 
-async def broadcast_request(
+async def broadcast_for_single_answer(
     session: aiohttp.ClientSession,
     urls: Sequence[str],
     method: str,
@@ -51,14 +51,16 @@ async def broadcast_request(
     """
     if not urls:
         raise HttpError(503, "no replica is up", code="no_replicas", headers={"retry-after": "1"})
-    sent = forwarded_request_headers([(name, value) for name, value in headers if not reveals_proxy_or_page(name)], own)
+    sent = forwarded_request_headers(
+        [(name, value) for name, value in headers if not is_proxy_or_page_header(name)], own
+    )
 
     async def send(url: str) -> UnstreamedReplicaAnswer:
         timeout = aiohttp.ClientTimeout(total=FANOUT_SECONDS)
         async with session.request(
             method, url + target, headers=sent, data=body, timeout=timeout, allow_redirects=False
         ) as response:
-            check_response_head(response, target.partition("?")[0])
+            check_if_event_stream(response, target.partition("?")[0])
             return await read_complete_answer(response, target.partition("?")[0])
 
     answers = await asyncio.gather(*map(send, urls), return_exceptions=True)
@@ -70,7 +72,7 @@ async def broadcast_request(
     return next((answer for answer in found if answer.status >= 400), found[0])
 
 
-class CacheLossCounts(msgspec.Struct, frozen=True):
+class ReplicaCacheLosses(msgspec.Struct, frozen=True):
     """The losses of one server; zeros from a server that does not report them."""
 
     evicted_tokens: int = 0
@@ -103,11 +105,11 @@ class ReplicaStats(msgspec.Struct):
     steps: int = 0
     step_seconds: float = 0.0
     tenants: dict[str, Counts] = {}
-    losses: CacheLossCounts = CacheLossCounts()
+    losses: ReplicaCacheLosses = ReplicaCacheLosses()
     store: dict[str, Any] | None = None
 
 
-class StatsReply(msgspec.Struct):
+class ReplicaStatsReply(msgspec.Struct):
     """The statistics of one replica, or the reason why there are none; `status` 0: no answer was received."""
 
     url: str
@@ -126,7 +128,7 @@ class StatsReply(msgspec.Struct):
 
 async def fetch_fleet_stats(
     session: aiohttp.ClientSession, urls: Sequence[str], headers: list[tuple[bytes, bytes]], own: dict[str, str]
-) -> list[StatsReply]:
+) -> list[ReplicaStatsReply]:
     """Request the statistics of every replica with the caller's headers; `own` replaces headers of the same name.
 
     Raises HttpError 503 if there is no replica.
@@ -138,7 +140,7 @@ async def fetch_fleet_stats(
     return list(await asyncio.gather(*(_fetch(session, url, sent) for url in urls)))
 
 
-def fleet_stats_json(found: Sequence[StatsReply], *, is_admin: bool, is_own_key: bool) -> Json:
+def fleet_stats_json(found: Sequence[ReplicaStatsReply], *, is_admin: bool, is_own_key: bool) -> Json:
     """Return the JSON of a fleet's statistics: the sums and, for administrators, the statistics of each replica.
 
     `is_own_key`: replicas saw the caller's key and omitted what it may not see. Otherwise only administrators see the
@@ -159,12 +161,12 @@ def fleet_stats_json(found: Sequence[StatsReply], *, is_admin: bool, is_own_key:
     return answer
 
 
-async def _fetch(session: aiohttp.ClientSession, url: str, headers: list[tuple[str, str]]) -> StatsReply:
+async def _fetch(session: aiohttp.ClientSession, url: str, headers: list[tuple[str, str]]) -> ReplicaStatsReply:
     timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
-    answer = StatsReply(url)
+    answer = ReplicaStatsReply(url)
     try:
         async with session.get(url + PATH, headers=headers, timeout=timeout, allow_redirects=False) as response:
-            check_response_head(response, PATH)
+            check_if_event_stream(response, PATH)
             body = await read_bounded_body(response, MAX_BYTES)
             answer.status = response.status
     except (aiohttp.ClientError, TimeoutError, ConnectionError):
@@ -175,7 +177,7 @@ async def _fetch(session: aiohttp.ClientSession, url: str, headers: list[tuple[s
     return answer
 
 
-def _none_reported(found: Sequence[StatsReply]) -> HttpError:
+def _none_reported(found: Sequence[ReplicaStatsReply]) -> HttpError:
     refused = next((one.status for one in found if one.status in _REFUSALS), 0)
     reasons = ", ".join(sorted({one.error or "" for one in found}))
     message = f"none of {len(found)} replicas reported its cache statistics ({reasons})"

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headstart import __version__
-from headstart.anthropic.anthropic_objects import VERSION_HEADER, anthropic_model, model_list_page
+from headstart.anthropic.anthropic_objects import VERSION_HEADER, anthropic_model_from_openai, model_list_page
 from headstart.apis.api_table import CHAT, COMPLETIONS, api_of_path, generation_api_of_path
 from headstart.core.errors import DrainingError, InvalidRequestError
 from headstart.gateway.gateway_routes import PROXIED, ROUTES, is_forwarded_path
@@ -19,14 +19,14 @@ from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.held_bytes import ByteReservation, parsed_request_bytes
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.replies import response_replica_gone_error
-from headstart.gateway.proxy.request_reader import ParsedRequest, RequestSender
+from headstart.gateway.proxy.request_reader import ParsedRequest, SenderRoutingInfo
 from headstart.gateway.proxy.upstream import UnstreamedReplicaAnswer
 from headstart.gateway.replicas.replica_address import server_url_of
 from headstart.http.access_record import access_record_of_scope, tenant_of_scope
 from headstart.http.body_reader import SPOOL_BYTES
-from headstart.http.gate import RequestGate
+from headstart.http.gate import AccessMiddleware
 from headstart.http.http_errors import ClientGoneError, HttpError, error_response, json_response
-from headstart.http.long_work import BlockingWorkRunner
+from headstart.http.long_work import InlineOrThreadRunner
 from headstart.http.packed_metrics import metrics_content_type
 from headstart.http.spooled_body import SpooledBody
 from headstart.ollama.ollama_answers import ollama_model_list as ollama_models
@@ -51,7 +51,7 @@ def build_gateway_app(state: GatewayState, forward: Forward | None = None) -> AS
 
     `forward` None: the router's own proxy; else one of which the router does not read the answers.
     """
-    return RequestGate(_Front(state, forward), state, api_of_path, root_path=state.server_options.root_path)
+    return AccessMiddleware(_Front(state, forward), state, api_of_path, root_path=state.server_options.root_path)
 
 
 class _Front:
@@ -63,7 +63,7 @@ class _Front:
         self._reads_answers = forward is None
         self._streams = LiveStreams()
         self._files = PageFiles(is_on=state.server_options.page)
-        self._long_work = BlockingWorkRunner(LONG_BODY_BYTES, SPOOL_BYTES)
+        self._long_work = InlineOrThreadRunner(LONG_BODY_BYTES, SPOOL_BYTES)
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/models": ("GET", self._models),
             "/v1/fleet": ("GET", self._fleet),
@@ -89,7 +89,7 @@ class _Front:
         try:
             await self._dispatch(scope, receive, send)
         except Exception as error:
-            self._state.record_error(record, error)
+            self._state.record_request_error(record, error)
             if record.status is not None:
                 if isinstance(error, ClientGoneError):
                     return
@@ -118,7 +118,7 @@ class _Front:
             message = f"this route does not take {method[:16]}; use {allow}"
             raise HttpError(405, message, code="method_not_allowed", headers={"allow": allow})
         elif method == "POST" and is_forwarded_path(path, is_admin=(is_admin := self._is_admin(scope))):
-            with self._state.proxy.held.reserve(tenant_of_scope(scope)) as reservation:
+            with self._state.proxy.held.open_reservation(tenant_of_scope(scope)) as reservation:
                 await self._proxy(scope, receive, send, reservation, is_admin=is_admin)
         else:
             others = "other paths under /v1 are passed on for administrators only"
@@ -137,8 +137,8 @@ class _Front:
         state.check_admission()
         state.proxy.check_queue(record.principal.tenant)
         path, headers = scope["path"], scope["headers"]
-        sender = state.sender(record.principal, headers, reads_answer=self._reads_answers)
-        body = await state.bodies.read_spooled(Request(scope, receive, send))
+        sender = state.sender_of_request(record.principal, headers, reads_answer=self._reads_answers)
+        body = await state.bodies.read_spooling_if_large(Request(scope, receive, send))
         start, record.received_at = time.perf_counter(), time.monotonic()
         watched = receive if self._reads_answers else None  # a picker hears of its client later
         reading = await self._read(path, body, sender, reservation, watched)
@@ -179,7 +179,7 @@ class _Front:
         self,
         path: str,
         body: bytes | SpooledBody,
-        sender: RequestSender,
+        sender: SenderRoutingInfo,
         reservation: ByteReservation,
         receive: Receive | None = None,
     ) -> ParsedRequest:
@@ -213,7 +213,7 @@ class _Front:
         Raises HttpError 404 if there is none, or the replica does not serve any more.
         """
         url = server_url_of(self._state.proxy.relay.response_owners.find(response_id, domain, param))
-        if url not in self._state.urls_of_up_replicas:
+        if url not in self._state.server_urls_of_up_replicas:
             raise response_replica_gone_error(response_id, param)
         return url
 
@@ -221,7 +221,7 @@ class _Front:
         """Send the request to the replica that holds the response."""
         scope = request.scope
         replica = self._holder(response_id, access_record_of_scope(scope).principal.domain, "response_id")
-        answer = await self._state.broadcast_request([replica], request.method, _target(request), scope["headers"])
+        answer = await self._state.broadcast_to_urls([replica], request.method, _target(request), scope["headers"])
         return _response_of(answer)
 
     async def _administer(self, request: Request) -> Response:
@@ -234,17 +234,19 @@ class _Front:
     # ------------------------------------------------------------------------------------------------------ answered
 
     async def _models(self, request: Request) -> Response:
-        models = [dict(card.fields) for card in self._state.members.model_cards()]
+        models = [dict(card.fields) for card in self._state.members.distinct_model_cards()]
         return json_response((model_list_page if VERSION_HEADER in request.headers else model_list_response)(models))
 
     async def _ollama_models(self, request: Request) -> Response:
-        return json_response(ollama_models([card.fields for card in self._state.members.model_cards()]))
+        return json_response(ollama_models([card.fields for card in self._state.members.distinct_model_cards()]))
 
     def _model(self, name: str, scope: Scope) -> Response:
-        for card in self._state.members.model_cards():
+        for card in self._state.members.distinct_model_cards():
             if card.id == name:
                 model = dict(card.fields)
-                return json_response(anthropic_model(model) if VERSION_HEADER in Request(scope).headers else model)
+                return json_response(
+                    anthropic_model_from_openai(model) if VERSION_HEADER in Request(scope).headers else model
+                )
         return error_response(
             InvalidRequestError(
                 f"model {safe_repr(name)} is served by no replica", param="model", code="model_not_found"
@@ -259,16 +261,20 @@ class _Front:
         if not 0 < len(request_id) <= MAX_ID_CHARS:
             message = f"give the id of an answer, at most {MAX_ID_CHARS} characters: ?request_id=chatcmpl-..."
             raise InvalidRequestError(message, param="request_id")
-        return json_response(self._state.memory.explain(request_id, access_record_of_scope(request.scope).principal))
+        return json_response(
+            self._state.memory.explain_reuse(request_id, access_record_of_scope(request.scope).principal)
+        )
 
     async def _explain_prompt(self, request: Request) -> Response:
         state, principal = self._state, access_record_of_scope(request.scope).principal
         body = await state.bodies.read(request)
         path = (CHAT if "messages" in parse_json_object(body) else COMPLETIONS).path
-        with state.proxy.held.reserve(principal.tenant) as reservation:
-            reading = await self._read(path, body, state.sender(principal, request.scope["headers"]), reservation)
+        with state.proxy.held.open_reservation(principal.tenant) as reservation:
+            reading = await self._read(
+                path, body, state.sender_of_request(principal, request.scope["headers"]), reservation
+            )
             reading.drop_body()
-            return json_response(state.memory.explain_prompt(path, reading, principal))
+            return json_response(state.memory.explain_unsent_prompt(path, reading, principal))
 
     async def _cache_stats(self, request: Request) -> Response:
         principal = access_record_of_scope(request.scope).principal
@@ -276,14 +282,14 @@ class _Front:
 
     async def _cache_tree(self, request: Request) -> Response:
         """Ask the replica that the query names, by default the first that is up."""
-        urls = self._state.urls_of_up_replicas
+        urls = self._state.server_urls_of_up_replicas
         chosen = request.query_params.get("replica", urls[0] if urls else "")
         if urls and chosen not in urls:
             raise InvalidRequestError(f"replica {safe_repr(chosen)} is not up; there are {len(urls)}", param="replica")
         asked = urlencode({name: value for name, value in request.query_params.items() if name != "replica"})
         target = request.scope["path"] + (f"?{asked}" if asked else "")
         return _response_of(
-            await self._state.broadcast_request(urls and [chosen], "GET", target, request.scope["headers"])
+            await self._state.broadcast_to_urls(urls and [chosen], "GET", target, request.scope["headers"])
         )
 
     async def _live(self, request: Request) -> Response:
@@ -320,9 +326,9 @@ class _Front:
 
     async def _tokenizer_info(self, request: Request) -> Response:
         """Ask a replica: replicas of one fleet have one tokenizer."""
-        replicas = list(self._state.urls_of_up_replicas)[:1]
+        replicas = list(self._state.server_urls_of_up_replicas)[:1]
         return _response_of(
-            await self._state.broadcast_request(replicas, "GET", _target(request), request.scope["headers"])
+            await self._state.broadcast_to_urls(replicas, "GET", _target(request), request.scope["headers"])
         )
 
     async def _version(self, request: Request) -> Response:

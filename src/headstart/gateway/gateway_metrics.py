@@ -66,7 +66,7 @@ class GatewayMetrics:
             self._predicted.add((name,), decision.candidate.hit_tokens)
             self._cached.add((name,), decision.cached_tokens)
             self._reported.add((name,), decision.reported_tokens)
-            self._prompt.add((name,), decision.view.prompt_tokens)
+            self._prompt.add((name,), decision.view.num_prompt_tokens)
 
     def watch_tracer(self, tracer: Tracer) -> None:
         """Add the counts of exported and lost spans to every scrape."""
@@ -129,13 +129,16 @@ class _Collector(Collector):
         yield _gauge("replicas", "Replicas by state.", "state", states)
         ends = router.endpoints.values()
         yield _gauge(
-            "pending", "Requests without a first token.", "replica", {e.name: e.load.num_pending for e in ends}
+            "pending",
+            "Requests without a first token.",
+            "replica",
+            {e.name: e.load.num_awaiting_first_token for e in ends},
         )
         yield _gauge("streams", "Answers in flight.", "replica", {e.name: e.load.num_streams for e in ends})
         yield _gauge("shadow_blocks", "Blocks predicted to be cached.", "replica", {e.name: len(e.index) for e in ends})
         ejections = {e.name: e.health.num_ejections for e in ends}
         yield _count("ejections", "Times a replica was ejected after failures.", "replica", ejections)
-        yield _single("queued", "Client requests without a first token.", state.num_pending)
+        yield _single("queued", "Client requests without a first token.", state.num_awaiting_first_token)
         held = state.flow.queue
         yield _single("held", "Requests that flow control holds in the router.", held.num_waiting)
         text = "Uncached prompt tokens of these; a signal for autoscaling."

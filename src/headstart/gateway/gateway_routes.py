@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping
 
 from headstart.apis.api_table import APIS, OTHER
 from headstart.gateway.replicas.replica_monitor import MonitoredReplica
-from headstart.http.auth import ACCESS, AccessLevel
+from headstart.http.auth import ACCESS, RequiredAccess
 
 PROXIED = frozenset(  # generation routes of Headstart, vLLM and SGLang; each takes a JSON object
     (
@@ -42,13 +42,13 @@ OWN = (
     *("/health", "/readyz", "/livez", "/metrics", "/version", "/ping", "/load", "/tokenizer_info"),
 )
 ROUTES = (*sorted(PROXIED), *OWN)
-ROUTER_ACCESS: Mapping[str, AccessLevel] = {
+ROUTER_ACCESS: Mapping[str, RequiredAccess] = {
     **ACCESS,
-    "/metrics": AccessLevel.MONITOR,
-    "/load": AccessLevel.MONITOR,
-    "/v1/cache/stats": AccessLevel.MONITOR,  # as /metrics
-    "/v1/cache/tree": AccessLevel.ADMIN,  # a replica may take the router for an administrator
-    "/v1/cache/live": AccessLevel.ADMIN,  # as /v1/fleet
+    "/metrics": RequiredAccess.MONITOR,
+    "/load": RequiredAccess.MONITOR,
+    "/v1/cache/stats": RequiredAccess.MONITOR,  # as /metrics
+    "/v1/cache/tree": RequiredAccess.ADMIN,  # a replica may take the router for an administrator
+    "/v1/cache/live": RequiredAccess.ADMIN,  # as /v1/fleet
 }
 _PLAIN = re.compile(r"/v1(/[A-Za-z0-9_-]+)+")  # no dots, nothing encoded: the replica sees exactly this path
 _REPLICAS_OWN = ("/v1/prefixes", "/v1/cache")  # a replica's administration, for which the router has its own routes
@@ -84,7 +84,7 @@ class ClientKeyDomains:
         is_shared = digest in self._answered and all(member.metrics.kind in ONE_CACHE for member in checking)
         return b"" if is_shared else digest
 
-    def learn_from_answer(self, headers: Headers, path: str, status: int | None, member: MonitoredReplica) -> None:
+    def learn_key_acceptance(self, headers: Headers, path: str, status: int | None, member: MonitoredReplica) -> None:
         """Update what is known of keys from the status with which a replica answered a request with these headers."""
         if not path.startswith(GUARDED):
             return

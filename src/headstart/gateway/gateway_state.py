@@ -14,13 +14,13 @@ import aiohttp
 
 from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.errors import DrainingError, HeadstartError
-from headstart.gateway.cache_stats import broadcast_request, fetch_fleet_stats, fleet_stats_json
+from headstart.gateway.cache_stats import broadcast_for_single_answer, fetch_fleet_stats, fleet_stats_json
 from headstart.gateway.gateway_metrics import GatewayMetrics
 from headstart.gateway.gateway_routes import ROUTER_ACCESS, ROUTES, ClientKeyDomains
 from headstart.gateway.held_bytes import MAX_HELD_BYTES
 from headstart.gateway.proxy.flow_control import FlowControl, RetryBudget
-from headstart.gateway.proxy.proxy import Placed, ProxiedCall, ReplicaProxy, place_immediately
-from headstart.gateway.proxy.request_reader import RequestParser, RequestSender, session_from_headers
+from headstart.gateway.proxy.proxy import Placed, ProxiedCall, ReplicaProxy, place_by_own_router
+from headstart.gateway.proxy.request_reader import RequestParser, SenderRoutingInfo, session_from_headers
 from headstart.gateway.proxy.upstream import UnstreamedReplicaAnswer
 from headstart.gateway.replica_tokenizers import find_tokenizer_of_models
 from headstart.gateway.replicas.kv_event_subscriptions import ApproximateIndexFactory, KVEventSubscriptions
@@ -29,9 +29,9 @@ from headstart.gateway.replicas.replica_monitor import MonitoredReplica, Replica
 from headstart.gateway.routing_explanation import RequestHistory
 from headstart.http.access_record import AccessRecord
 from headstart.http.auth import Authenticator, Principal
-from headstart.http.body_reader import BodyReader
+from headstart.http.body_reader import BudgetedBodyReader
 from headstart.http.decision_log_writer import DecisionLog
-from headstart.http.http_errors import ClientGoneError, HttpError, error_status_and_body
+from headstart.http.http_errors import ClientGoneError, HttpError, error_status_body_headers
 from headstart.http.logs import ServerLog
 from headstart.http.packed_metrics import histogram_quantile
 from headstart.http.tracing.request_trace import RequestTrace
@@ -58,7 +58,7 @@ class GatewayState:
         reader: RequestParser,
         log: ServerLog,
         decisions: DecisionLog | None = None,
-        placed: Placed = place_immediately,
+        placed: Placed = place_by_own_router,
         pools: PoolFactory | None = None,
     ) -> None:
         self.options = options
@@ -79,11 +79,11 @@ class GatewayState:
             access=ROUTER_ACCESS,
             host_names=self.pages.names,
         )
-        self.bodies = BodyReader(server_options.max_body_bytes, MAX_HELD_BYTES)
+        self.bodies = BudgetedBodyReader(server_options.max_body_bytes, MAX_HELD_BYTES)
         self.router = Router(
             make_policy(options.routing_policy),
             shadow_policies=[make_policy(name) for name in options.shadow_policy],
-            log=None if decisions is None else decisions.write,
+            log=None if decisions is None else decisions.enqueue,
             match_all=None if pools is None else pools.match_in_all_pools,
             prices=None if pools is None else pools.pricing_kernel,
         )
@@ -127,9 +127,9 @@ class GatewayState:
         self.draining = True
 
     @property
-    def num_pending(self) -> int:
+    def num_awaiting_first_token(self) -> int:
         """The number of requests without a first token."""
-        return self.proxy.num_pending
+        return self.proxy.num_awaiting_first_token
 
     @property
     def flow(self) -> FlowControl:
@@ -155,16 +155,16 @@ class GatewayState:
     def _has_replicas(self) -> bool:
         return any(member.state == "up" for member in self.members.members.values())
 
-    def sender(
+    def sender_of_request(
         self, principal: Principal, headers: list[tuple[bytes, bytes]], *, reads_answer: bool = True
-    ) -> RequestSender:
+    ) -> SenderRoutingInfo:
         """Return the sender of a request. If replicas see one key only, a salt separates the tenants there too.
 
         If the router has no tenants and forwards keys, the client's key decides (client_keys.py).
         """
         is_salted = bool(principal.domain) and self.options.replica_api_key is not None
         domain = principal.domain or (self.client_keys.domain(headers) if self._passes_keys_on else b"")
-        return RequestSender(domain, is_salted, session_from_headers(headers), reads_answer)
+        return SenderRoutingInfo(domain, is_salted, session_from_headers(headers), reads_answer)
 
     @property
     def _passes_keys_on(self) -> bool:
@@ -198,7 +198,7 @@ class GatewayState:
         if call.trace is not None and call.trace.is_sampled:
             _add_spans(call, call.trace, record)
         if decision is not None:
-            record.num_prompt_tokens = decision.view.prompt_tokens
+            record.num_prompt_tokens = decision.view.num_prompt_tokens
             record.route = {
                 "replica": decision.endpoint.name,
                 "reason": decision.choice.reason,
@@ -208,14 +208,14 @@ class GatewayState:
             }
             member = self.members.members.get(decision.endpoint.name)
             if member is not None and self._passes_keys_on:
-                self.client_keys.learn_from_answer(call.headers, call.path, record.status, member)
+                self.client_keys.learn_key_acceptance(call.headers, call.path, record.status, member)
 
     async def broadcast_admin_request(
         self, method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes
     ) -> UnstreamedReplicaAnswer:
         """Send an administrator's request to every replica that is up. Raises HttpError if one does not answer."""
-        urls = self.urls_of_up_replicas
-        answer = await self.broadcast_request(urls, method, target, headers, body)
+        urls = self.server_urls_of_up_replicas
+        answer = await self.broadcast_to_urls(urls, method, target, headers, body)
         if target.startswith("/reset_prefix_cache") and answer.status == 200:
             for name, endpoint in self.router.endpoints.items():
                 if server_url_of(name) in urls:
@@ -227,17 +227,17 @@ class GatewayState:
 
         Raises HttpError if there is no replica, or none reports statistics.
         """
-        found = await fetch_fleet_stats(self._session, self.urls_of_up_replicas, headers, self._own_headers)
+        found = await fetch_fleet_stats(self._session, self.server_urls_of_up_replicas, headers, self._own_headers)
         return fleet_stats_json(found, is_admin=principal.is_admin, is_own_key=self._passes_keys_on)
 
-    async def broadcast_request(
+    async def broadcast_to_urls(
         self, urls: list[str], method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes = b""
     ) -> UnstreamedReplicaAnswer:
         """Send a client's request to replicas; see send_to_all."""
-        return await broadcast_request(self._session, urls, method, target, headers, body, self._own_headers)
+        return await broadcast_for_single_answer(self._session, urls, method, target, headers, body, self._own_headers)
 
     @property
-    def urls_of_up_replicas(self) -> list[str]:
+    def server_urls_of_up_replicas(self) -> list[str]:
         """The URLs of the servers whose replicas are up, each once."""
         up = [member.address.url for member in self.members.members.values() if member.state == "up"]
         return list(dict.fromkeys(map(server_url_of, up)))
@@ -248,19 +248,19 @@ class GatewayState:
         key = self.options.replica_api_key
         return {} if key is None else {"authorization": f"Bearer {key}"}
 
-    def count_answer(self, record: AccessRecord) -> bool:
+    def count_and_decide_logging(self, record: AccessRecord) -> bool:
         """Count a request that has ended; return whether its access line is written."""
         if record.status is not None:
             self.metrics.count_answer(record.path, record.method, record.status)
         access_log = self.server_options.access_log
-        return record.is_logged(access_log, on_terminal=access_log == "auto" and self.log.is_terminal)
+        return record.should_log(access_log, on_terminal=access_log == "auto" and self.log.is_terminal)
 
-    def record_error(self, record: AccessRecord, error: Exception) -> None:
+    def record_request_error(self, record: AccessRecord, error: Exception) -> None:
         """Set `error` on the request's record, and log it with its traceback if it is an internal error."""
-        _, body, _ = error_status_and_body(error)
+        _, body, _ = error_status_body_headers(error)
         record.error = body["error"]["code"]
         if not isinstance(error, HeadstartError | HttpError | ClientGoneError):
-            self.log.failure("internal_error", error, record.request_id)
+            self.log.log_exception("internal_error", error, record.request_id)
 
     async def close(self) -> None:
         """Stop probing replicas and listening to their events."""
@@ -275,7 +275,7 @@ class GatewayState:
         """The requests without a first token, and those at replicas with one."""
         members = self.members.members.values()
         loads = [member.endpoint.load for member in members if member.endpoint is not None]
-        return self.num_pending + sum(load.num_streams for load in loads)
+        return self.num_awaiting_first_token + sum(load.num_streams for load in loads)
 
     def describe(self) -> dict[str, Any]:
         """Return the description of all replicas: state, load and predicted cache content."""
@@ -284,7 +284,7 @@ class GatewayState:
         return {
             "object": "fleet",
             "policy": router.policy.name,
-            "queued": self.num_pending,
+            "queued": self.num_awaiting_first_token,
             "prediction_error_tokens": router.prediction_error,
             "reports": router.num_reported,
             "regrets": {
@@ -305,7 +305,7 @@ class GatewayState:
             **self.describe(),
             "object": "fleet.figures",
             "ttft_ms": {name: None if value is None else round(1000 * value, 1) for name, value in times.items()},
-            "decisions": self.proxy.decisions.poll(now),
+            "decisions": self.proxy.decisions.list_and_keep_recording(now),
         }
 
     def _described(self, member: MonitoredReplica, now: float) -> dict[str, Any]:
@@ -320,34 +320,34 @@ class GatewayState:
             **found,
             "models": [card.id for card in member.models],
             "ejected": not endpoint.health.is_up(now),
-            "pending": endpoint.load.num_pending,
+            "pending": endpoint.load.num_awaiting_first_token,
             "streams": endpoint.load.num_streams,
             "backlog_ms": round(endpoint.backlog_ms(now), 1),
-            "slowness": round(endpoint.slowdown(now), 2),
+            "slowness": round(endpoint.slowdown_versus_fleet(now), 2),
             "rates_ms": {name: value for name, value in rates._asdict().items()},
             "cache": {"block_size": endpoint.block_size, **endpoint.index.describe()},
         }
 
     # ------------------------------------------------------------------------------- observer of the replica monitor
 
-    def open_index(self, member: MonitoredReplica) -> PrefixIndex:
+    def open_replica_index(self, member: MonitoredReplica) -> PrefixIndex:
         """Return the index of a replica's cache, from KV events where it publishes them."""
-        return self.listening.open_index(member)
+        return self.listening.open_replica_index(member)
 
     def on_probed(self, member: MonitoredReplica) -> None:
         """Note the result of a probe."""
         self.listening.on_probe(member)
         self.proxy.silence.on_probe(member)
         if member.state == "up":
-            self.proxy.replica_wait.wake_waiting()
+            self.proxy.replica_wait.on_replica_up()
         self.proxy.flow.release_held_requests()
 
-    def on_removed(self, url: str) -> None:
+    def on_removing(self, url: str) -> None:
         """Forget a removed replica."""
-        self._indexes.on_removed(url)
-        self.listening.on_removed(url)
-        self.proxy.silence.on_removed(url)
-        self.proxy.replica_wait.on_removed(url)
+        self._indexes.on_removing(url)
+        self.listening.on_removing(url)
+        self.proxy.silence.on_removing(url)
+        self.proxy.replica_wait.on_removing(url)
 
     def on_models_changed(self) -> None:
         """Map the model names that are served now, and load their tokenizer if that was requested."""
@@ -355,7 +355,7 @@ class GatewayState:
         models = {served.model for served in self.reader.served.values()}
         self.reader.default_model = next(iter(models)) if len(models) == 1 else ""
         if self._tokenizer_log is not None and self.reader.tokenizer is None:
-            found = find_tokenizer_of_models(self.members.model_cards())
+            found = find_tokenizer_of_models(self.members.distinct_model_cards())
             if found is not None:
                 self.reader.tokenizer = SegmentedTokenizer(found)
                 self._tokenizer_log.write_line("headstart: prompts are counted in the replicas' own tokens")

@@ -26,7 +26,7 @@ class HeldBytesBudget(ByteBudget):
         super().__init__(max_bytes, "requests in flight", admits_one=False)
         self.num_answer_bytes = 0  # part of held_bytes
 
-    def reserve(self, tenant: str = "") -> "ByteReservation":
+    def open_reservation(self, tenant: str = "") -> "ByteReservation":
         """Return the reservation of one request, initially of 0 bytes. For use in a `with` statement."""
         return ByteReservation(self, tenant)
 

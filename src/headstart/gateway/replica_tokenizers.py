@@ -6,7 +6,7 @@ from pathlib import Path
 
 import huggingface_hub
 
-from headstart.bundled import BUNDLED_NAME, bundled_model_folder
+from headstart.bundled import BUNDLED_NAME, bundled_intent_model_folder
 from headstart.bundled.packaged_models import find_packaged_model_file
 from headstart.core.errors import ConfigError
 from headstart.gateway.replicas.probes import ModelCard
@@ -51,7 +51,7 @@ def _folder(name: str) -> Path | None:
         if name and ((path / FILE_NAME).is_file() or (has_gguf_suffix(path) and path.is_file())):
             return path
     if name == BUNDLED_NAME:
-        return bundled_model_folder()
+        return bundled_intent_model_folder()
     if (packaged := find_packaged_model_file(name)) is not None:
         return packaged
     if name.count("/") != 1 or name.startswith((".", "/", "~")):

@@ -47,7 +47,7 @@ def explain(
     return _Case(recent, seen, now, shows_replicas).answer(request_id)
 
 
-def explain_prompt(
+def explain_unsent_prompt(
     recent: RecentRoutings, asked: RoutedRequest, *, now: float = 0.0, shows_replicas: bool = True
 ) -> Json:
     """Return the same for a prompt that is not sent; `asked` holds the router's prediction and its replica."""
@@ -304,7 +304,7 @@ class RequestHistory:
             while len(self._ids) > MAX_REQUESTS:
                 self._ids.popitem(last=False)
 
-    def explain(self, request_id: str, principal: Principal) -> Json:
+    def explain_reuse(self, request_id: str, principal: Principal) -> Json:
         """Return why no more of a request was reused.
 
         Raises HttpError 404 for an unknown request, or one of another tenant.
@@ -314,7 +314,7 @@ class RequestHistory:
         answer = explain(self._recent, known, tenant=tenant, now=time.monotonic(), shows_replicas=principal.is_admin)
         return answer | {"request_id": request_id}
 
-    def explain_prompt(self, path: str, reading: ParsedRequest, principal: Principal) -> Json:
+    def explain_unsent_prompt(self, path: str, reading: ParsedRequest, principal: Principal) -> Json:
         """Return the same explanation for a prompt that is not sent."""
         now = time.monotonic()
         try:
@@ -322,7 +322,7 @@ class RequestHistory:
         except NoReplicaError:
             decision = None
         asked = _seen("", path, reading, principal, decision)
-        return explain_prompt(self._recent, asked, now=now, shows_replicas=principal.is_admin)
+        return explain_unsent_prompt(self._recent, asked, now=now, shows_replicas=principal.is_admin)
 
 
 def _seen(

@@ -169,7 +169,7 @@ class _Life:
                     front.on_replicas_changed(addresses)
                 self._listed.set()
 
-            watching = asyncio.create_task(self._discovery.watch(changed))
+            watching = asyncio.create_task(self._discovery.report_changes(changed))
             try:
                 return await self._live(state, watching)
             finally:
@@ -237,7 +237,7 @@ class _Life:
         up = sum(member.state == "up" for member in members)
         others = Counter("not reached" if m.state in ("new", "absent") else m.state for m in members if m.state != "up")
         waiting = f" ({', '.join(f'{count} {state}' for state, count in sorted(others.items()))})" if others else ""
-        names = sorted({card.id for card in state.members.model_cards()})
+        names = sorted({card.id for card in state.members.distinct_model_cards()})
         counting = "the replicas' own tokens" if state.reader.tokenizer is not None else "bytes (no tokenizer here)"
         lines = [
             f"Headstart {__version__} routes to {self._discovery.describe()} at {url}/v1",

@@ -85,7 +85,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 }
 
 
-def model_tokenizer_json(model: Path) -> str | None:
+def read_tokenizer_json(model: Path) -> str | None:
     """Return the text of a model's `tokenizer.json`; None: its folder has none. Raises ConfigError."""
     if has_gguf_suffix(model):
         return json.dumps(gguf_tokenizer_json(read_gguf(model)), ensure_ascii=False)

@@ -51,7 +51,7 @@ class AccessRecord:
         scope[_SCOPE_KEY] = record
         return record
 
-    def is_logged(self, access_log: str, *, on_terminal: bool) -> bool:
+    def should_log(self, access_log: str, *, on_terminal: bool) -> bool:
         """Return whether to log an access line for this value of the option `access_log`."""
         has_failed, is_probe = self.status is None or self.status >= 400, self.path in _PROBES
         match ("errors" if on_terminal else "requests") if access_log == "auto" else access_log:

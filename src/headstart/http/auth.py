@@ -19,13 +19,13 @@ from typing import Any
 from headstart.config.options import TenantEntry
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.http.http_errors import HttpError
-from headstart.http.web_pages import has_known_host, is_loopback, reveals_proxy_or_page
+from headstart.http.web_pages import has_known_host, is_loopback, is_proxy_or_page_header
 
 Scope = Any  # starlette's: a mutable mapping
 _TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-class AccessLevel(Enum):
+class RequiredAccess(Enum):
     """The access level that a route requires."""
 
     PUBLIC = "public"
@@ -37,22 +37,22 @@ class AccessLevel(Enum):
 
 
 ACCESS = {
-    "/": AccessLevel.PUBLIC,  # the live page, which has no data
-    "/health": AccessLevel.PUBLIC,
-    "/readyz": AccessLevel.PUBLIC,
-    "/livez": AccessLevel.PUBLIC,
-    "/version": AccessLevel.PUBLIC,
-    "/ping": AccessLevel.PUBLIC,
-    "/load": AccessLevel.OPERATOR,  # as /metrics
-    "/metrics": AccessLevel.OPERATOR,  # its global hit counters reveal the traffic of other tenants
-    "/reset_prefix_cache": AccessLevel.ADMIN,
-    "/v1/prefixes": AccessLevel.ADMIN,  # public prefixes affect all tenants
-    "/v1/cache/stats": AccessLevel.OPERATOR,  # as /metrics
-    "/v1/cache/explain": AccessLevel.OWN,  # shows parts of prompts
-    "/v1/cache/requests": AccessLevel.OWN,  # shows prompts
-    "/v1/cache/tree": AccessLevel.OWN,  # shows parts of prompts
-    "/v1/cache/live": AccessLevel.OWN,
-    "/v1/fleet": AccessLevel.ADMIN,  # of a router: addresses and load of replicas
+    "/": RequiredAccess.PUBLIC,  # the live page, which has no data
+    "/health": RequiredAccess.PUBLIC,
+    "/readyz": RequiredAccess.PUBLIC,
+    "/livez": RequiredAccess.PUBLIC,
+    "/version": RequiredAccess.PUBLIC,
+    "/ping": RequiredAccess.PUBLIC,
+    "/load": RequiredAccess.OPERATOR,  # as /metrics
+    "/metrics": RequiredAccess.OPERATOR,  # its global hit counters reveal the traffic of other tenants
+    "/reset_prefix_cache": RequiredAccess.ADMIN,
+    "/v1/prefixes": RequiredAccess.ADMIN,  # public prefixes affect all tenants
+    "/v1/cache/stats": RequiredAccess.OPERATOR,  # as /metrics
+    "/v1/cache/explain": RequiredAccess.OWN,  # shows parts of prompts
+    "/v1/cache/requests": RequiredAccess.OWN,  # shows prompts
+    "/v1/cache/tree": RequiredAccess.OWN,  # shows parts of prompts
+    "/v1/cache/live": RequiredAccess.OWN,
+    "/v1/fleet": RequiredAccess.ADMIN,  # of a router: addresses and load of replicas
 }
 _ADMIN_TREE = "/v1/prefixes/"  # and all paths below
 _PUBLIC_TREE = "/page/"  # the files of the live page
@@ -82,7 +82,7 @@ class Authenticator:
         tenants: Iterable[TenantEntry] = (),
         *,
         label_secret: bytes | None = None,
-        access: Mapping[str, AccessLevel] = ACCESS,
+        access: Mapping[str, RequiredAccess] = ACCESS,
         host_names: frozenset[str] = frozenset(),
     ) -> None:
         """Domains derive from `secret`, labels of keys in logs from `label_secret` (default: the same).
@@ -117,20 +117,20 @@ class Authenticator:
     def authorise(self, scope: Scope, *, takes_x_api_key: bool = False) -> Principal:
         """Return the client's Principal for `scope["path"]`. Raises HttpError 401 or 403 if access is denied."""
         path = scope["path"]
-        access = AccessLevel.ADMIN if path.startswith(_ADMIN_TREE) else self._access.get(path, AccessLevel.TENANT)
+        access = RequiredAccess.ADMIN if path.startswith(_ADMIN_TREE) else self._access.get(path, RequiredAccess.TENANT)
         if path.startswith(_PUBLIC_TREE):
-            access = AccessLevel.PUBLIC
-        if access is AccessLevel.PUBLIC:
+            access = RequiredAccess.PUBLIC
+        if access is RequiredAccess.PUBLIC:
             return ANYONE
         lists_models = path == "/v1/models" or path.startswith("/v1/models/")  # as Anthropic's clients do
         principal = self._identify(scope["headers"], takes_x_api_key=takes_x_api_key or lists_models)
-        if access is AccessLevel.OWN:
-            access = AccessLevel.TENANT if self._has_tenants else AccessLevel.ADMIN
-        if access is AccessLevel.MONITOR:
-            access = AccessLevel.OPERATOR if self._known else AccessLevel.ADMIN
-        if access is AccessLevel.OPERATOR:
-            access = AccessLevel.ADMIN if self._has_admins else AccessLevel.TENANT
-        if access is AccessLevel.TENANT:
+        if access is RequiredAccess.OWN:
+            access = RequiredAccess.TENANT if self._has_tenants else RequiredAccess.ADMIN
+        if access is RequiredAccess.MONITOR:
+            access = RequiredAccess.OPERATOR if self._known else RequiredAccess.ADMIN
+        if access is RequiredAccess.OPERATOR:
+            access = RequiredAccess.ADMIN if self._has_admins else RequiredAccess.TENANT
+        if access is RequiredAccess.TENANT:
             if principal is None and self._has_tenants:
                 raise _unauthorised()
             return principal or ANYONE
@@ -156,7 +156,7 @@ class Authenticator:
         client = scope.get("client")
         if client is None or not is_loopback(client[0]) or not has_known_host(scope, self._host_names):
             return False
-        return not any(reveals_proxy_or_page(name) for name, _ in scope["headers"])
+        return not any(is_proxy_or_page_header(name) for name, _ in scope["headers"])
 
     def _identify(self, headers: list[tuple[bytes, bytes]], *, takes_x_api_key: bool) -> Principal | None:
         """Return the Principal of the request's key. Compares all keys, so that timing reveals no match."""

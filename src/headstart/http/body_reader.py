@@ -1,4 +1,4 @@
-"""BodyReader: reads request bodies with limits on their size, the time between two pieces, and the total time."""
+"""BudgetedBodyReader: reads request bodies with limits on size, time between two pieces, and total time."""
 
 import asyncio
 import sys
@@ -22,7 +22,7 @@ ROOM_POLL_SECONDS = 0.02
 MAX_WAITING = 64  # bodies; the others are refused at once
 
 
-class BodyReader:
+class BudgetedBodyReader:
     """A reader of bodies of at most `max_bytes`; all together hold at most max(`held_bytes`, 2 * `max_bytes`).
 
     One more body may exceed this budget; others wait for free bytes, and are refused after ROOM_SECONDS.
@@ -38,7 +38,7 @@ class BodyReader:
         self._num_waiting = 0
 
     @property
-    def held_bytes(self) -> int:
+    def total_held_bytes(self) -> int:
         """Bytes of all bodies that are being read or processed."""
         return self._budget.held_bytes
 
@@ -47,7 +47,7 @@ class BodyReader:
         async with self.hold_body(request) as body:
             return body_bytes(body)
 
-    async def read_spooled(self, request: Request, max_memory: int = SPOOL_BYTES) -> bytes | SpooledBody:
+    async def read_spooling_if_large(self, request: Request, max_memory: int = SPOOL_BYTES) -> bytes | SpooledBody:
         """Return the body, in a file if it has more than `max_memory` bytes. Raises as `read`.
 
         While it arrives it is counted as held, wherever it is. Where no file can be written it stays in memory.

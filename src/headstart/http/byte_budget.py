@@ -12,7 +12,7 @@ from headstart.core.errors import QueueFullError
 LENT = 3  # times the free bytes
 
 
-def is_within_tenant_share(total: int, own: int, more: int, limit: int, num_tenants: int) -> bool:
+def may_tenant_hold_more(total: int, own: int, more: int, limit: int, num_tenants: int) -> bool:
     """Return whether a tenant that holds `own` of `total` may hold `more`: below the limit, or within its share of it.
 
     `num_tenants`: those that hold anything, it included. What is lent is not taken back, so with n tenants up to
@@ -50,7 +50,7 @@ class ByteBudget:
         held = self._held_by.get(lease.tenant, 0)
         return held <= lease.num_bytes or held + more <= LENT * free
 
-    def check(self, more: int, lease: "ByteLease") -> None:
+    def check_room(self, more: int, lease: "ByteLease") -> None:
         """Raise QueueFullError unless `has_room`."""
         if not self.has_room(more, lease):
             self.num_refused += 1
@@ -59,7 +59,7 @@ class ByteBudget:
                 f"{self.max_bytes}, a part of it for other tenants: try again later"
             )
 
-    def add(self, num_bytes: int, tenant: str) -> None:
+    def adjust_held_bytes(self, num_bytes: int, tenant: str) -> None:
         """Count bytes, or fewer if negative."""
         self.held_bytes += num_bytes
         if tenant:
@@ -89,7 +89,7 @@ class ByteLease:
     def grow(self, num_bytes: int) -> None:
         """Hold `num_bytes` more, or fewer if negative. Raises QueueFullError, and then nothing has changed."""
         if num_bytes > 0:
-            self._budget.check(num_bytes, self)
+            self._budget.check_room(num_bytes, self)
         self.force_resize(self.num_bytes + num_bytes)
 
     def set(self, num_bytes: int) -> None:
@@ -98,7 +98,7 @@ class ByteLease:
 
     def force_resize(self, num_bytes: int) -> None:
         """Hold exactly `num_bytes`, even over the budget."""
-        self._budget.add(num_bytes - self.num_bytes, self.tenant)
+        self._budget.adjust_held_bytes(num_bytes - self.num_bytes, self.tenant)
         self.num_bytes = num_bytes
 
     def release(self) -> None:

@@ -30,7 +30,7 @@ class DecisionLog:
         self._thread = threading.Thread(target=self._run, name="decision-log", daemon=True)
         self._thread.start()
 
-    def write(self, decision: DecisionRecord) -> None:
+    def enqueue(self, decision: DecisionRecord) -> None:
         """Queue a decision. Never waits and never raises."""
         try:
             self._waiting.put_nowait(decision)

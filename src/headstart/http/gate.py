@@ -22,16 +22,16 @@ class GateHost(Protocol):
     log: ServerLog
     tracer: Tracer | None
 
-    def record_error(self, record: AccessRecord, error: Exception) -> None:
+    def record_request_error(self, record: AccessRecord, error: Exception) -> None:
         """Set `error` on the record, and log it if it is not the client's mistake."""
         ...
 
-    def count_answer(self, record: AccessRecord) -> bool:
+    def count_and_decide_logging(self, record: AccessRecord) -> bool:
         """Count a finished request; return whether to log its access line."""
         ...
 
 
-class RequestGate:
+class AccessMiddleware:
     """ASGI middleware: creates each request's record and id, checks its key, and writes its access line."""
 
     def __init__(
@@ -84,7 +84,7 @@ class RequestGate:
         try:
             await self._app(scope, receive, send)
         except Exception as error:  # not expected: handlers convert their exceptions
-            self._state.record_error(record, error)
+            self._state.record_request_error(record, error)
             if record.status is not None:
                 raise  # the response has started: the server must cut the connection
             await error_response(error, api, record.request_id)(scope, receive, send)
@@ -93,8 +93,8 @@ class RequestGate:
         status = 499 if record.error == "client_closed" else record.status
         record.status = 499 if status is None else status
         if self._state.tracer is not None:
-            self._state.tracer.end(record, time.monotonic())
-        if self._state.count_answer(record):
+            self._state.tracer.end_trace(record, time.monotonic())
+        if self._state.count_and_decide_logging(record):
             now = time.monotonic()
             self._state.log.event("request", record.fields(now), text=record.text(now))
 

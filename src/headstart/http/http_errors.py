@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from headstart.core.errors import DrainingError, HeadstartError, QueueFullError, RequestFailedError
 from headstart.openai.json_pieces import encode_json
-from headstart.openai.responses import Json, error_object, error_object_of
+from headstart.openai.responses import Json, error_object, error_status_and_object
 
 Headers = dict[str, str]
 
@@ -46,7 +46,7 @@ class ClientGoneError(Exception):
     """The client closed the connection."""
 
 
-def error_status_and_body(error: Exception) -> tuple[int, Json, Headers]:
+def error_status_body_headers(error: Exception) -> tuple[int, Json, Headers]:
     """Return the HTTP status, error object and headers for any exception."""
     if isinstance(error, HttpError):
         body = error_object(str(error), status=error.status, code=error.code, param=error.param)
@@ -58,7 +58,7 @@ def error_status_and_body(error: Exception) -> tuple[int, Json, Headers]:
         return 499, error_object("the client closed the connection", status=499, code="client_closed"), {}
     if not isinstance(error, HeadstartError):
         error = HeadstartError("internal error")
-    status, body = error_object_of(error)
+    status, body = error_status_and_object(error)
     headers: Headers = {}
     if isinstance(error, QueueFullError):
         headers["retry-after"] = str(max(round(error.retry_after), 1))
@@ -76,6 +76,6 @@ def json_response(value: object, status: int = 200, headers: Headers | None = No
 
 def error_response(error: Exception, api: ApiHttpRules | None = None, request_id: str = "") -> Response:
     """Return the error response for `error`, in the form of an API; None: OpenAI's."""
-    status, body, headers = error_status_and_body(error)
+    status, body, headers = error_status_body_headers(error)
     body = body if api is None else api.error_body(status, body, request_id)
     return json_response(body, status, headers)

@@ -47,7 +47,7 @@ class ServerLog:
         line.update({key: value for key, value in fields.items() if value is not None})
         self.write_line(json.dumps(line, default=str))
 
-    def failure(self, name: str, error: BaseException, request_id: str) -> None:
+    def log_exception(self, name: str, error: BaseException, request_id: str) -> None:
         """Write an internal error with its traceback, for the operator only."""
         text = "".join(traceback.format_exception(error))
         fields = {"request_id": request_id, "error": f"{type(error).__name__}: {error}", "traceback": text}
@@ -59,7 +59,7 @@ class ServerLog:
         with self._lock:
             self._write(f"{_CLEAR}{text}\n{self._status}\r" if self._status else f"{text}\n")
 
-    def status(self, text: str) -> None:
+    def show_status_line(self, text: str) -> None:
         """Show `text` as the status line below all lines on a terminal; an empty text removes it."""
         if not self.is_terminal:
             return

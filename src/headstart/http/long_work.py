@@ -1,4 +1,4 @@
-"""BlockingWorkRunner: runs the parsing and tokenizing of large bodies on threads, and of the largest ones one at a
+"""InlineOrThreadRunner: runs the parsing and tokenizing of large bodies on threads, and of the largest ones one at a
 time.
 
 Parsing JSON and tokenizing briefly need a multiple of a body's size: a text of 4 MB takes about 800 MB in the
@@ -71,7 +71,7 @@ class TenantFairSlots:
         self._num_free += 1
 
 
-class BlockingWorkRunner:
+class InlineOrThreadRunner:
     """A runner of blocking work: on the event loop or on a thread, by the size of the body."""
 
     def __init__(self, long_bytes: int = LONG_BODY_BYTES, huge_bytes: int = HUGE_BODY_BYTES) -> None:

@@ -92,17 +92,17 @@ class Histogram(Collector):
         yield family
 
 
-class MetricFamilies(NamedTuple):
+class MetricFamilyFactory(NamedTuple):
     """Constructors of metric families of one model with one sample, or one for each value of a label."""
 
     model: str
     prefix: str = "headstart:"
 
-    def gauge(self, name: str, text: str, value: float) -> Metric:
+    def make_gauge(self, name: str, text: str, value: float) -> Metric:
         """Return a gauge."""
         return self._filled(GaugeMetricFamily(self.prefix + name, text, labels=("model_name",)), {"": value})
 
-    def counter(self, name: str, text: str, value: float) -> Metric:
+    def make_counter(self, name: str, text: str, value: float) -> Metric:
         """Return a counter."""
         return self._filled(CounterMetricFamily(self.prefix + name, text, labels=("model_name",)), {"": value})
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from headstart.http.http_errors import error_status_and_body
+from headstart.http.http_errors import error_status_body_headers
 from headstart.openai.json_pieces import encode_json, json_fragments
 from headstart.openai.responses import Json
 
@@ -17,7 +17,7 @@ def encode_event(value: object) -> bytes:
     return b"data: " + encode_json(value) + b"\n\n"
 
 
-def encode_long_event(value: object) -> Iterator[bytes]:
+def encode_event_in_parts(value: object) -> Iterator[bytes]:
     """Yield the bytes of `event(value)`, each part built on demand."""
     yield b"data: "
     yield from json_fragments(value)
@@ -34,5 +34,5 @@ def encode_error_event(error: Exception) -> bytes:
 
     It has an event name and an error object, since some clients check the name and others the data.
     """
-    _, body, _ = error_status_and_body(error)
+    _, body, _ = error_status_body_headers(error)
     return b"event: error\ndata: " + encode_json(body) + b"\n\n"

@@ -90,7 +90,7 @@ def has_known_host(scope: Any, names: frozenset[str]) -> bool:
     return all(_is_known(host, names) for host in hosts)
 
 
-def reveals_proxy_or_page(name: bytes) -> bool:
+def is_proxy_or_page_header(name: bytes) -> bool:
     """Return whether a header shows that a proxy or a web page is behind a request."""
     return name in _FORWARDING or name.startswith(_FORWARDING_PREFIXES)
 

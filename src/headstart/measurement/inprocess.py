@@ -44,7 +44,7 @@ class EngineRunner:
         engine, info = setup.build(options)
         return cls(engine, info, setup.label)
 
-    def clear_prefix_cache(self) -> bool:
+    def try_clear_prefix_cache(self) -> bool:
         return self.engine.reset_prefix_cache()
 
     def run(
@@ -81,7 +81,7 @@ class Clock(Protocol):
 
     def now(self) -> float: ...
 
-    def wait(self, seconds: float) -> None: ...
+    def sleep(self, seconds: float) -> None: ...
 
 
 class RealClock:
@@ -90,7 +90,7 @@ class RealClock:
     def now(self) -> float:
         return time.perf_counter()
 
-    def wait(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
 
@@ -212,7 +212,7 @@ def run_requests(
                 flights[request.request_id] = _Flight(now if concurrency else at, len(request.prompt))
                 engine.add_request(request)
             if not engine.has_work:
-                clock.wait(max(arriving[0][0] - now, 0.0))
+                clock.sleep(max(arriving[0][0] - now, 0.0))
                 continue
             begin = clock.now()
             outputs = engine.step(begin)
@@ -226,7 +226,9 @@ def run_requests(
                     record = flights.pop(output.request_id).record(output.request_id, output.error)
                     finished[output.request_id] = (record, tuple(flight.token_ids))
                     given_up = given_up or (give_up is not None and give_up(record))
-                    for one in waits.due_after(indices[output.request_id], end - start) if waits is not None else ():
+                    for one in (
+                        waits.release_dependents(indices[output.request_id], end - start) if waits is not None else ()
+                    ):
                         heappush(arriving, one)
                     bar.advance()
             if on_step is not None:

@@ -42,7 +42,7 @@ def describe_versions() -> dict[str, str | None]:
     return own | {name: _version(name) for name in PACKAGES}
 
 
-def print_figures(figures: dict[str, Any]) -> None:
+def print_figures_with_machine(figures: dict[str, Any]) -> None:
     """Print figures with the machine and the versions they were taken on, as one line of JSON."""
     print(json.dumps({**figures, "machine": describe_machine(), "versions": describe_versions()}))
 
@@ -78,7 +78,7 @@ class ContentionLog:
     futile: int = 0  # consecutive repetitions that were contended again
 
     @classmethod
-    def new(cls) -> "ContentionLog":
+    def empty(cls) -> "ContentionLog":
         return cls(kept=[])
 
     def as_dict(self) -> dict[str, Any]:

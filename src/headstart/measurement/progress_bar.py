@@ -18,7 +18,7 @@ class ProgressBar:
         self._log = log
         self._task = progress.add_task("", total=None) if progress else None
 
-    def stage(self, label: str, total: int | None = None) -> None:
+    def start_stage(self, label: str, total: int | None = None) -> None:
         """Restart with a new label and no progress out of `total` (None: unknown)."""
         if self._progress is not None and self._task is not None:
             self._progress.reset(self._task, total=total, description=label)

@@ -85,7 +85,7 @@ def min_and_max(values: Sequence[float]) -> list[float]:
     return [min(values), max(values)]
 
 
-def print_report(
+def print_and_plot_report(
     report: BenchmarkReport, *, spin_count: str | None, plot: Path | None = None, stdout: TextIO | None = None
 ) -> int:
     """Print a report, draw its charts if requested, and return the exit code: 0, or 1 for an invalid run."""

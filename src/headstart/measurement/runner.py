@@ -73,14 +73,14 @@ class JobsResult:
         return [record.error for record in self.records if record.error is not None]
 
     @property
-    def computed_tokens(self) -> int | None:
+    def computed_prompt_tokens(self) -> int | None:
         """Return the prompt tokens computed, from outside: sent minus reported as cached. None: not reported."""
         if not self.reports_cached:
             return None
         return sum(record.prompt_tokens - record.cached_tokens for record in self.records if record.ok)
 
     @property
-    def decode_rate(self) -> float | None:
+    def concurrent_decode_rate(self) -> float | None:
         """Return the output tokens per second while all streams decode: after the last first token. None: no such time.
 
         A stream's tokens count as evenly spread between its first and its last.
@@ -117,7 +117,7 @@ class JobRunner(Protocol):
     vocab_size: int  # prompts are drawn from ids below this
     about: dict[str, Any]  # for the report: versions, settings; model and max_model_len where they are known
 
-    def clear_prefix_cache(self) -> bool:
+    def try_clear_prefix_cache(self) -> bool:
         """Clear the prefix cache; False: not supported, so prompts must be new to be cold."""
         ...
 

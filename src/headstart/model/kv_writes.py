@@ -35,7 +35,7 @@ class KVWrites(NamedTuple):
     pairs: Int32s | None = None  # [L, 2]: token and slot of each loose one, if that is known
 
 
-class ChunkRanges(NamedTuple):
+class StepChunkArrays(NamedTuple):
     """The chunks of a step as arrays [R] or [R + 1]; see StepInputs. Positions before `write_from` are not written."""
 
     qo_indptr: Int32s
@@ -45,7 +45,7 @@ class ChunkRanges(NamedTuple):
     kv_indices: Int32s
 
 
-def plan_kv_writes(ranges: ChunkRanges, positions: Int64s, block_size: int, device: torch.device) -> KVWrites:
+def plan_kv_writes(ranges: StepChunkArrays, positions: Int64s, block_size: int, device: torch.device) -> KVWrites:
     """Return the writes of packed chunks with `positions` [T]. Changes nothing."""
     tables, write_from = ranges.kv_indptr[:-1], ranges.write_from
     single = len(positions) == len(ranges.starts)
@@ -71,7 +71,7 @@ def plan_kv_writes(ranges: ChunkRanges, positions: Int64s, block_size: int, devi
     )
 
 
-def _spans(ranges: ChunkRanges, block_size: int) -> tuple[SlotSpan, ...]:
+def _spans(ranges: StepChunkArrays, block_size: int) -> tuple[SlotSpan, ...]:
     """Return one span for each run of adjacent blocks that are written whole."""
     ends = ranges.starts + np.diff(ranges.qo_indptr)
     first = -(-np.maximum(ranges.starts, ranges.write_from) // block_size)

@@ -14,12 +14,12 @@ from headstart.core.cache.block_store import Data
 from headstart.model.attention.base import backend_factory
 from headstart.model.grammar.grammar_compiler import CachingGrammarCompiler
 from headstart.model.grammar.grammar_rows import GrammarRows
-from headstart.model.kernels.library import kernels_in_use
+from headstart.model.kernels.library import kernel_library_in_use
 from headstart.model.kernels.rows import are_chunks_finite
 from headstart.model.kernels.stack import HeadOutputs
 from headstart.model.recurrent_states import RecurrentStates
 from headstart.model.sampling.sampler import Sampler
-from headstart.model.step_inputs import StepInputRanges, StepInputs, build_step_inputs
+from headstart.model.step_inputs import StepInputBounds, StepInputs, build_step_inputs
 from headstart.model.weights.model_loader import LoadedModel
 
 _NOT_FINITE = RowError(RowErrorKind.NON_FINITE, "the model computed no finite hidden states")
@@ -44,10 +44,10 @@ class ModelRunner:
             loaded.kv_shape, num_blocks=num_blocks, block_size=block_size, dtype=loaded.dtype, device=loaded.device
         )
         self.block_bytes = self.attention.kv.block_bytes
-        self._kernels = kernels_in_use() if loaded.device.type == "cpu" else None
+        self._kernels = kernel_library_in_use() if loaded.device.type == "cpu" else None
         rows = None if grammars is None else GrammarRows(grammars, torch.get_num_threads())
         self.sampler = Sampler(loaded.vocab_size, seed=seed, kernels=self._kernels, grammars=rows)
-        self._bounds = StepInputRanges(num_blocks, block_size, loaded.vocab_size, loaded.max_model_len)
+        self._bounds = StepInputBounds(num_blocks, block_size, loaded.vocab_size, loaded.max_model_len)
         size = loaded.model.state_size
         self.states = RecurrentStates(size, self.attention.kv, loaded.device) if size else None
 
@@ -85,12 +85,12 @@ class ModelRunner:
     def _compute(self, chunks: list[Chunk], step: StepInputs) -> list[RowResult]:
         """Compute the rows of chunks that are in bounds."""
         if self.states is not None:
-            step.states = self.states.begin(chunks, step.qo_indptr)
+            step.states = self.states.begin_step(chunks, step.qo_indptr)
         num_logits = sum(chunk.num_logits for chunk in chunks)
         ahead = HeadOutputs(step.qo_indptr) if num_logits == step.num_tokens else None
         hidden = self.loaded.model.forward(step, self.attention.begin_step(step), ahead)
         if self.states is not None and step.states is not None:
-            self.states.end(chunks, step.states)
+            self.states.save_step_states(chunks, step.states)
         finite = None if ahead is None else ahead.finite
         finite = are_chunks_finite(self._kernels, hidden, step.qo_indptr) if finite is None else finite
         rows = [RowResult() if ok else RowResult(error=_NOT_FINITE) for ok in finite]
@@ -107,13 +107,13 @@ class ModelRunner:
                     spans = zip(ends.tolist(), sampled_chunks, strict=True)
                     rows_of = np.concatenate([np.arange(end - chunk.num_logits, end) for end, chunk in spans])
                 last = last.index_select(0, torch.from_numpy(rows_of).to(last.device))
-            logits = self.loaded.model.logits(last) if early is None else last
+            logits = self.loaded.model.logits_from_hidden(last) if early is None else last
             sampled = self.sampler.sample(logits, sampled_chunks)
             for index, row in zip(sampling, sampled, strict=True):
                 rows[index] = row
         for index, chunk in enumerate(chunks):
             if chunk.sampling.prompt_logprobs is not None and rows[index].error is None:
                 own = hidden[int(step.qo_indptr[index]) : int(step.qo_indptr[index + 1])]
-                found = self.sampler.prompt_logprobs_row(self.loaded.model.logits, own, chunk)
+                found = self.sampler.prompt_logprobs_of_chunk(self.loaded.model.logits_from_hidden, own, chunk)
                 rows[index] = found if found.error else rows[index]._replace(prompt_logprobs=found.prompt_logprobs)
         return rows

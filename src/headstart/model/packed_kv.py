@@ -67,14 +67,14 @@ class PackedKV:
             call.plan = NO_PLAN.data.ctypes.data
         self._calls = (AttentionCall * shape.num_layers)(*calls)
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, writes: KVWrites) -> None:
+    def write_layer(self, layer: int, keys: Tensor, values: Tensor, writes: KVWrites) -> None:
         """Store the `keys` and `values` [T, Hkv, D] of a step in one layer, at the slots given by `writes`."""
         self.write_layer_planned(layer, keys, values, self.plan_writes(writes, len(keys)))
 
     def write_layer_planned(self, layer: int, keys: Tensor, values: Tensor, writes: PageWrites) -> None:
         """Do the same as `write`, with the result of `plan_writes`, which one step computes once for all layers."""
         keys, values = contiguous_heads(keys), contiguous_heads(values)
-        call = call_with_writes(self.write_call(layer, keys, values), writes)
+        call = attention_call_with_writes(self.write_call(layer, keys, values), writes)
         call.plan = NO_PLAN.data.ctypes.data
         self.kernels.library.headstart_attention(ctypes.byref(call))
 
@@ -192,7 +192,7 @@ class PackedKV:
                     self._ahead.note_writes_up_to(most // self.block_size)
 
 
-def call_with_writes(call: AttentionCall, writes: PageWrites) -> AttentionCall:
+def attention_call_with_writes(call: AttentionCall, writes: PageWrites) -> AttentionCall:
     """Return a copy of a call with the writes of a step. Raises ValueError if the step has another number of tokens."""
     if call.num_tokens != writes.num_tokens:
         raise ValueError(f"keys and values of {call.num_tokens} tokens for a step of {writes.num_tokens}")

@@ -66,7 +66,7 @@ class PagedKV:
         """The bytes of one token in one layer."""
         return 2 * self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, writes: KVWrites) -> None:
+    def write_layer(self, layer: int, keys: Tensor, values: Tensor, writes: KVWrites) -> None:
         """Store the `keys` and `values` [T, Hkv, D] of a step in one layer, at the slots given by `writes`."""
         if self._heads is None:
             return self.write_layer_by_token(layer, keys, values, writes)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headstart.core.batch import Chunk
-from headstart.model.attention.base import KVBlocks
+from headstart.model.attention.base import KVBlockAccess
 from headstart.model.kv_writes import Int32s
 from headstart.model.step_inputs import RecurrentState
 
@@ -20,18 +20,18 @@ from headstart.model.step_inputs import RecurrentState
 class RecurrentStates:
     """States of `size` numbers, by request id and the number of tokens that they cover."""
 
-    def __init__(self, size: int, blocks: KVBlocks, device: torch.device) -> None:
+    def __init__(self, size: int, blocks: KVBlockAccess, device: torch.device) -> None:
         self._size, self._blocks, self._device = size, blocks, device
         self._states: dict[str, dict[int, Tensor]] = {}
 
-    def begin(self, chunks: Sequence[Chunk], qo_indptr: Int32s) -> tuple[RecurrentState, ...]:
+    def begin_step(self, chunks: Sequence[Chunk], qo_indptr: Int32s) -> tuple[RecurrentState, ...]:
         """Return the states of a step, which updates them; `qo_indptr` as in StepInputs. Call `end` behind it."""
         return tuple(
             self._advance(chunk, int(begin), int(end))
             for chunk, begin, end in zip(chunks, qo_indptr[:-1], qo_indptr[1:], strict=True)
         )
 
-    def end(self, chunks: Sequence[Chunk], rows: Sequence[RecurrentState]) -> None:
+    def save_step_states(self, chunks: Sequence[Chunk], rows: Sequence[RecurrentState]) -> None:
         """Write the states that the chunks of a step are to keep into their blocks."""
         for chunk, row in zip(chunks, rows, strict=True):
             states = dict(row.saves)

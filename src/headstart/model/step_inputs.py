@@ -18,12 +18,12 @@ from torch import Tensor
 
 from headstart.core.batch import Batch, Chunk
 from headstart.model.kernels.library import KernelLibrary
-from headstart.model.kv_writes import ChunkRanges, Int32s, Int64s, KVWrites, plan_kv_writes
+from headstart.model.kv_writes import Int32s, Int64s, KVWrites, StepChunkArrays, plan_kv_writes
 
 _UNKNOWN = array("i", [0])  # packed in place of a token that is not known yet
 
 
-class StepInputRanges(NamedTuple):
+class StepInputBounds(NamedTuple):
     """Valid ranges: blocks in (0, num_blocks), tokens in [0, vocab_size), positions in [0, max_positions)."""
 
     num_blocks: int
@@ -55,11 +55,11 @@ class StepInputs:
     starts: Int32s  # [R]: position of each chunk's first token
     kv_indptr: Int32s  # [R + 1]: chunk r reads the blocks kv_indices[kv_indptr[r] : kv_indptr[r + 1]]
     kv_indices: Int32s
-    bounds: StepInputRanges | None = None  # if given, all values above have been checked against these bounds
+    bounds: StepInputBounds | None = None  # if given, all values above have been checked against these bounds
     states: tuple[RecurrentState, ...] | None = None  # [R], of a model with recurrent layers
 
     @property
-    def num_rows(self) -> int:
+    def num_chunks(self) -> int:
         return len(self.starts)
 
     @property
@@ -67,13 +67,13 @@ class StepInputs:
         return self.token_ids.shape[0]
 
     @property
-    def end(self) -> int:
+    def max_end_position(self) -> int:
         """The position behind the last of all tokens."""
         return int((self.starts + np.diff(self.qo_indptr)).max())
 
 
 def build_step_inputs(
-    batch: Batch, bounds: StepInputRanges, device: torch.device, kernels: KernelLibrary | None = None
+    batch: Batch, bounds: StepInputBounds, device: torch.device, kernels: KernelLibrary | None = None
 ) -> tuple[StepInputs | None, list[int], dict[int, str]]:
     """Return the tensors of the chunks in bounds, the batch indices of these chunks, and an error for each other chunk.
 
@@ -106,7 +106,7 @@ class PackedChunks(NamedTuple):
     ends: Int64s  # [R]: position behind each chunk's last token
 
 
-def pack_chunks(chunks: Sequence[Chunk], bounds: StepInputRanges) -> PackedChunks | None:
+def pack_chunks(chunks: Sequence[Chunk], bounds: StepInputBounds) -> PackedChunks | None:
     """Return all `chunks` packed, or None if any is out of bounds. A token that is not known yet is packed as 0."""
     if any(not 0 <= chunk.num_logits <= len(chunk.token_ids) or chunk.adapter is not None for chunk in chunks):
         return None
@@ -131,7 +131,7 @@ def pack_chunks(chunks: Sequence[Chunk], bounds: StepInputRanges) -> PackedChunk
     return PackedChunks(tokens, positions, starts.astype(np.int32), write_from, qo_indptr, _offsets(used), blocks, ends)
 
 
-def _pack_decodes(kernels: KernelLibrary, chunks: Sequence[Chunk], bounds: StepInputRanges) -> StepInputs | None:
+def _pack_decodes(kernels: KernelLibrary, chunks: Sequence[Chunk], bounds: StepInputBounds) -> StepInputs | None:
     """Do the same as `_pack` if each chunk has one token, which is written, and a packed table; else return None."""
     given, num_blocks = list[int](), 0
     for chunk in chunks:
@@ -161,12 +161,12 @@ def _pack_decodes(kernels: KernelLibrary, chunks: Sequence[Chunk], bounds: StepI
     )
 
 
-def _pack(chunks: Sequence[Chunk], bounds: StepInputRanges, device: torch.device) -> StepInputs | None:
+def _pack(chunks: Sequence[Chunk], bounds: StepInputBounds, device: torch.device) -> StepInputs | None:
     """Return the step of all `chunks`, or None if any chunk is out of bounds."""
     packed = pack_chunks(chunks, bounds)
     if packed is None:
         return None
-    ranges = ChunkRanges(packed.qo_indptr, packed.starts, packed.write_from, packed.kv_indptr, packed.blocks)
+    ranges = StepChunkArrays(packed.qo_indptr, packed.starts, packed.write_from, packed.kv_indptr, packed.blocks)
     return StepInputs(
         token_ids=torch.from_numpy(packed.tokens.astype(np.int64)).to(device),
         positions=torch.from_numpy(np.ascontiguousarray(packed.positions)).to(device),
@@ -183,7 +183,7 @@ def _within(ids: Int32s, low: int, end: int) -> bool:
     return bool(ids.min() >= low and ids.max() < end)
 
 
-def chunk_problems(chunks: Sequence[Chunk], bounds: StepInputRanges) -> dict[int, str]:
+def chunk_problems(chunks: Sequence[Chunk], bounds: StepInputBounds) -> dict[int, str]:
     """Return, by index, the reason why a chunk cannot be computed; valid chunks are not included."""
     errors: dict[int, str] = {}
     for index, chunk in enumerate(chunks):
@@ -196,7 +196,7 @@ def chunk_problems(chunks: Sequence[Chunk], bounds: StepInputRanges) -> dict[int
     return errors
 
 
-def _problem(chunk: Chunk, ids: Int32s, table: Int32s, used: int, bounds: StepInputRanges) -> str | None:
+def _problem(chunk: Chunk, ids: Int32s, table: Int32s, used: int, bounds: StepInputBounds) -> str | None:
     """Return the reason why a chunk cannot be computed, or None."""
     end = chunk.start + len(ids)
     if len(ids) == 0 or chunk.start < 0:

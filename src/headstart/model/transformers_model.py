@@ -60,16 +60,16 @@ class TransformersModel:
 
     def forward(self, step: StepInputs, attend: AttentionFunction, ahead: HeadOutputs | None = None) -> Tensor:
         """See LanguageModel."""
-        return self.hidden(step.token_ids, step.positions, attend)
+        return self.hidden_states(step.token_ids, step.positions, attend)
 
-    def hidden(self, token_ids: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
+    def hidden_states(self, token_ids: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
         """Return the final hidden states [T, hidden] of packed tokens."""
         output = self._body(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, headstart_attend=attend
         )
         return output.last_hidden_state[0]
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits_from_hidden(self, hidden: Tensor) -> Tensor:
         """See LanguageModel. Runs the model's own head, including its scaling or softcapping."""
         return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
@@ -88,7 +88,7 @@ class _Echo(nn.Module):
         return _Final(last_hidden_state=inputs_embeds)
 
 
-def attention_function(
+def compute_layer_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -132,7 +132,7 @@ def load_transformers(
     config = _read_config(folder, raw, architecture)
     _refuse_config(architecture, config)
     max_model_len = _max_model_len(architecture, config.get_text_config())
-    AttentionInterface.register(ATTENTION_NAME, attention_function)
+    AttentionInterface.register(ATTENTION_NAME, compute_layer_attention)
     try:
         _check_size(config, checkpoint)
         loaded: Any = AutoModelForCausalLM.from_pretrained(  # its stubs omit the pair that output_loading_info gives
@@ -156,7 +156,7 @@ def load_transformers(
             raise ConfigError(f"{folder}: {len(info[what])} {what.replace('_', ' ')}, first {first}")
     model = TransformersModel(module.to(device).eval().requires_grad_(False), TokenKVShape(1, 1, 1), max_model_len)
     try:
-        model.kv_shape = probe_kv_shape(model, attention_function, max_model_len)
+        model.kv_shape = probe_kv_shape(model, compute_layer_attention, max_model_len)
     except ConfigError as error:
         raise ConfigError(f"{architecture} is not supported: {error}") from error
     except Exception as error:  # third-party code may raise any type

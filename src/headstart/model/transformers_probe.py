@@ -35,9 +35,9 @@ class ProbedModel(Protocol):
 
     module: PreTrainedModel
 
-    def hidden(self, token_ids: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor: ...
+    def hidden_states(self, token_ids: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor: ...
 
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def logits_from_hidden(self, hidden: Tensor) -> Tensor: ...
 
 
 class RecordingAttention:
@@ -86,20 +86,20 @@ def probe_kv_shape(model: ProbedModel, attention: Callable[..., Any], max_positi
     text = module.config.get_text_config()
     positions = torch.arange(PROBE_TOKENS, device=module.device)
     token_ids = positions % text.vocab_size
-    hidden = _run(FORWARD, lambda: model.hidden(token_ids, positions, recorder))
+    hidden = _run(FORWARD, lambda: model.hidden_states(token_ids, positions, recorder))
     shape = _layers_handed_over(recorder, text.num_hidden_layers)
     if not bool(hidden.isfinite().all()):
         raise ConfigError("its hidden states are not finite numbers")
     changed = token_ids.clone()
     changed[PROBE_TOKENS // 2] = text.vocab_size - 1
-    moved = (model.hidden(changed, positions, recorder) - hidden).abs().amax(-1)
+    moved = (model.hidden_states(changed, positions, recorder) - hidden).abs().amax(-1)
     moved[PROBE_TOKENS // 2] = 0
     if moved.max() > 1e-2 * hidden.abs().max():
         raise ConfigError("it mixes tokens outside its attention (convolution, state space or recurrence)")
     whole = module(
         input_ids=token_ids[None], position_ids=positions[None], use_cache=False, headstart_attend=recorder
     ).logits[0]
-    logits = _run(HEAD, lambda: model.logits(hidden))
+    logits = _run(HEAD, lambda: model.logits_from_hidden(hidden))
     if not torch.allclose(logits.float(), whole.float(), rtol=1e-2, atol=1e-3):
         raise ConfigError("its head needs more than the final hidden states")
     if not bool(logits.isfinite().all()):
@@ -109,7 +109,7 @@ def probe_kv_shape(model: ProbedModel, attention: Callable[..., Any], max_positi
     return shape
 
 
-def find_non_causal_pair(rule: Rule, window: int | None, max_positions: int) -> tuple[int, int] | None:
+def find_non_causal_mask_pair(rule: Rule, window: int | None, max_positions: int) -> tuple[int, int] | None:
     """Return a query and a key position at which `rule` is not causal within `window`, or None.
 
     Both are below `max_positions`. Checks whole rows near powers of two and near one and two windows, where masks
@@ -175,14 +175,14 @@ def _check_masks(
     AttentionInterface.register(PROBE_NAME, probing)
     AttentionMaskInterface.register(PROBE_NAME, _mask)
     with _attention(model.module, PROBE_NAME):
-        _run(FORWARD, lambda: model.hidden(token_ids, positions, recorder))
+        _run(FORWARD, lambda: model.hidden_states(token_ids, positions, recorder))
     found: dict[tuple[int, int | None], tuple[int, int] | None] = {}
     for layer, rule in sorted(rules.items()):
         if rule is None:
             raise ConfigError(f"layer {layer} is given no causal mask, or one that does not depend on positions alone")
         window = recorder.windows[layer]
         if (id(rule), window) not in found:
-            found[id(rule), window] = find_non_causal_pair(rule, window, max_positions)
+            found[id(rule), window] = find_non_causal_mask_pair(rule, window, max_positions)
         at = found[id(rule), window]
         if at is not None:
             kind = "a causal mask" if window is None else f"a window of {window} tokens"

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from headstart.openai.chat.chat_parts import ChatPart, ChatPartKind, ChatParts
+from headstart.openai.chat.chat_parts import ChatOutputPart, ChatOutputPartKind, ChatOutputParts
 from headstart.openai.json_pieces import encode_json
 from headstart.openai.responses import Json
 from headstart.openai.text.generation import OutputDelta
@@ -24,34 +24,38 @@ class OllamaAnswerBuilder:
 
     def __init__(self, model: str, created: float, *, is_chat: bool) -> None:
         """`created`: seconds since 1970."""
-        self.parts = ChatParts()
+        self.parts = ChatOutputParts()
         self._head: Json = {"model": model, "created_at": format_timestamp(created)}
         self._is_chat = is_chat
 
     def add(self, delta: OutputDelta) -> list[Json]:
         """Process a delta and return its lines. A call is a line once it is complete."""
         lines: list[Json] = []
-        for step in self.parts.add(delta):
-            if step.closed is not None and step.closed.kind is ChatPartKind.TOOL_CALL:
+        for step in self.parts.add_delta(delta):
+            if step.closed is not None and step.closed.kind is ChatOutputPartKind.TOOL_CALL:
                 lines.append(self._line(calls=[_call(step.closed)]))
-            if step.part.kind is ChatPartKind.CONTENT and step.text:
+            if step.part.kind is ChatOutputPartKind.CONTENT and step.text:
                 lines.append(self._line(content=step.text))
-            elif step.part.kind is ChatPartKind.REASONING and step.text:
+            elif step.part.kind is ChatOutputPartKind.REASONING and step.text:
                 lines.append(self._line(thinking=step.text))
         return lines
 
     def closing_events(self, usage: Json, durations: RequestDurations) -> list[Json]:
         """Return the last lines of a stream; `usage` as of a chat."""
         last = self.parts.current_part()
-        calls = [] if last is None or last.kind is not ChatPartKind.TOOL_CALL else [self._line(calls=[_call(last)])]
+        calls = (
+            [] if last is None or last.kind is not ChatOutputPartKind.TOOL_CALL else [self._line(calls=[_call(last)])]
+        )
         return [*calls, self._done(self._line(), usage, durations)]
 
     def whole(self, usage: Json, durations: RequestDurations) -> Json:
         """Return the finished answer."""
         parts = self.parts.parts
-        texts = {kind: "".join(part.text for part in parts if part.kind is kind) for kind in ChatPartKind}
-        calls = [_call(part) for part in parts if part.kind is ChatPartKind.TOOL_CALL]
-        line = self._line(content=texts[ChatPartKind.CONTENT], thinking=texts[ChatPartKind.REASONING], calls=calls)
+        texts = {kind: "".join(part.text for part in parts if part.kind is kind) for kind in ChatOutputPartKind}
+        calls = [_call(part) for part in parts if part.kind is ChatOutputPartKind.TOOL_CALL]
+        line = self._line(
+            content=texts[ChatOutputPartKind.CONTENT], thinking=texts[ChatOutputPartKind.REASONING], calls=calls
+        )
         return self._done(line, usage, durations)
 
     def _line(self, *, content: str = "", thinking: str = "", calls: list[Json] | None = None) -> Json:
@@ -124,7 +128,7 @@ def _tag(card: Mapping[str, Any]) -> Json:
     }
 
 
-def _call(part: ChatPart) -> Json:
+def _call(part: ChatOutputPart) -> Json:
     assert part.call is not None
     return {"function": {"name": part.call.name, "arguments": parse_call_arguments(part.text)}}
 

@@ -41,7 +41,7 @@ _RENAMES: Renames = (
 )
 
 
-class OllamaFields(RequestModel):
+class SharedOllamaFields(RequestModel):
     """The fields that both bodies have."""
 
     model: Model = None
@@ -57,7 +57,7 @@ class OllamaFields(RequestModel):
     )
 
 
-class OllamaChat(OllamaFields):
+class OllamaChat(SharedOllamaFields):
     """A body of /api/chat."""
 
     messages: SentMessages
@@ -66,7 +66,7 @@ class OllamaChat(OllamaFields):
     ] = Field([], description="Functions that the model may call")
 
 
-class OllamaGenerate(OllamaFields):
+class OllamaGenerate(SharedOllamaFields):
     """A body of /api/generate."""
 
     prompt: Text
@@ -112,7 +112,7 @@ def is_raw_completion(values: Mapping[str, Any]) -> bool:
     return values.get("raw") is True
 
 
-def _shared(fields: OllamaFields, values: Mapping[str, Any], bounds: RequestBounds) -> dict[str, Any]:
+def _shared(fields: SharedOllamaFields, values: Mapping[str, Any], bounds: RequestBounds) -> dict[str, Any]:
     chosen = fields.think if isinstance(fields.think, str) else None
     thinks = True if chosen is not None else fields.think
     found: dict[str, Any] = {

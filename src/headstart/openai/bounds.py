@@ -60,7 +60,7 @@ class RequestBounds:
     min_boundary: int = 0  # tokens of a prompt's beginning of which the engine is told the end; 0: of none
     skipped: SkippedNames | None = None  # collects what one request loses; None: not collected
 
-    def note_skipped(self, place: NameKind, name: object) -> None:
+    def note_omitted_from_prompt(self, place: NameKind, name: object) -> None:
         """Note what is left out of the prompt of the request that is read."""
         if self.skipped is not None:
             self.skipped.add(place, name)

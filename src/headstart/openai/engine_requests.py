@@ -82,13 +82,13 @@ class TemplateChat(NamedTuple):
 
 def encode_chat(body: ChatBody, tokenizer: Tokenizer, bounds: RequestBounds) -> "array[int]":
     """Return the token ids of the rendered conversation. By default only the template adds special tokens."""
-    return render_chat_prompt(body, tokenizer, replace(bounds, min_boundary=0)).token_ids
+    return render_and_tokenize_chat(body, tokenizer, replace(bounds, min_boundary=0)).token_ids
 
 
-def render_chat_prompt(body: ChatBody, tokenizer: Tokenizer, bounds: RequestBounds) -> ChatPrompt:
+def render_and_tokenize_chat(body: ChatBody, tokenizer: Tokenizer, bounds: RequestBounds) -> ChatPrompt:
     """Return the rendered conversation. Blocks. Raises InvalidRequestError and QueueFullError."""
     text, placed = _rendered(body, tokenizer, bounds)
-    check_rendered_messages(body.messages, text)
+    check_all_messages_rendered(body.messages, text)
     try:
         special = bool(body.params.add_special_tokens)
         token_ids = encode_prompt(text, tokenizer, bounds, add_special_tokens=special)
@@ -106,7 +106,7 @@ def _rendered(body: ChatBody, tokenizer: Tokenizer, bounds: RequestBounds) -> tu
     effort = body.params.reasoning_effort
     if effort is not None and "reasoning_effort" in (tokenizer.chat_template or ""):
         options.setdefault("reasoning_effort", effort)
-    text = tokenizer.render_chat(
+    text = tokenizer.render_chat_text(
         messages,
         add_generation_prompt=body.params.add_generation_prompt,
         continue_final_message=body.params.continue_final_message,
@@ -166,7 +166,7 @@ def chat_for_template(
     )
 
 
-def check_rendered_messages(messages: Sequence[Message], prompt: str) -> None:
+def check_all_messages_rendered(messages: Sequence[Message], prompt: str) -> None:
     """Raise InvalidRequestError if a template drops a message after all, as one whose texts matter to it may.
 
     Looks for one word of each; answers may be shown in part, since templates drop the reasoning in them.
@@ -194,7 +194,7 @@ def note_dropped_reasoning(messages: Sequence[Message], prompt: str, bounds: Req
     for message in messages if bounds.skipped is not None else ():
         content, reasoning = message["content"], message.get(REASONING_KEYS[0], "").strip()
         if (found := prompt.find(reasoning, at)) < 0:
-            bounds.note_skipped(NameKind.ITEM, "reasoning")
+            bounds.note_omitted_from_prompt(NameKind.ITEM, "reasoning")
         else:
             at = found + len(reasoning)
         if isinstance(content, str) and (found := prompt.find(content.strip(), at)) >= 0:
@@ -226,16 +226,16 @@ def build_chat_requests(
     that were made for the prompt are among the applied rules. Blocks: renders the conversation. Raises
     InvalidRequestError and QueueFullError.
     """
-    prompt, params = render_chat_prompt(body, tokenizer, bounds), body.params
+    prompt, params = render_and_tokenize_chat(body, tokenizer, bounds), body.params
     if prompt.placed:
         params = replace(params, applied_rules=applied_rules(prompt.placed + Counter(dict(params.applied_rules))))
     if shortens:
         params = lower_max_tokens(params, len(prompt.token_ids), bounds)
-    params = with_output_formats(params, prompt.token_ids, tokenizer, bounds)
+    params = with_chat_output_format(params, prompt.token_ids, tokenizer, bounds)
     return params, build_requests([prompt.token_ids], params, bounds, origin, [prompt.boundary])
 
 
-def with_output_formats(
+def with_chat_output_format(
     params: GenerationParams, prompt: "array[int]", tokenizer: Tokenizer, bounds: RequestBounds
 ) -> GenerationParams:
     """Return the parameters of a chat with the formats of its output, and the grammar of the whole answer.

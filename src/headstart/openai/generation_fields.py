@@ -172,7 +172,7 @@ class CompletionFields(GenerationFields):
     logprobs: Logprobs = Field(None, description="Alternatives per output token")
 
 
-class ChatFields(GenerationFields):
+class ChatGenerationFields(GenerationFields):
     """The generation parameters of a chat."""
 
     logprobs: bool = Field(False, description="Report the log-probabilities of output tokens")

@@ -15,9 +15,9 @@ from headstart.core.request import DEFAULT_RETENTION, CacheMode, RetentionHint, 
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.cache_params import read_cache_params
 from headstart.openai.canonical.prompt_rules import AppliedRules
-from headstart.openai.forms.fields import UNSUPPORTED, check_request_fields, refuse_unsupported_params
+from headstart.openai.forms.fields import UNSUPPORTED, refuse_or_skip_fields, refuse_unsupported_params
 from headstart.openai.forms.treatments import ApiName
-from headstart.openai.generation_fields import ChatFields, CompletionFields, GenerationFields
+from headstart.openai.generation_fields import ChatGenerationFields, CompletionFields, GenerationFields
 from headstart.openai.request_model import validate_as
 from headstart.openai.structured.dropped_keywords import Dropped
 from headstart.openai.structured.structured_fields import grammar_of_fields
@@ -85,7 +85,7 @@ def parse_params(values: Mapping[str, Any], bounds: RequestBounds, kind: ParamsK
 
     Raises InvalidRequestError, with `param` set, for one invalid value.
     """
-    fields = validate_as(CompletionFields if kind is ParamsKind.COMPLETION else ChatFields, values, bounds)
+    fields = validate_as(CompletionFields if kind is ParamsKind.COMPLETION else ChatGenerationFields, values, bounds)
     return params_from_fields(fields, values, bounds)
 
 
@@ -93,13 +93,13 @@ def params_from_fields(fields: GenerationFields, values: Mapping[str, Any], boun
     """Return the parameters from the fields of a body, which were read from `values`. Raises InvalidRequestError."""
     known = type(fields).model_fields
     refuse_unsupported_params(values, known)
-    check_request_fields(ApiName.CHAT, values, bounds)
+    refuse_or_skip_fields(ApiName.CHAT, values, bounds)
     max_tokens = _max_tokens(fields, bounds)
     if fields.continue_final_message and fields.add_generation_prompt:
         raise_invalid_value(
             "continue_final_message", "is true beside add_generation_prompt", "only one of them can be true"
         )
-    if fields.echo and isinstance(fields, ChatFields):
+    if fields.echo and isinstance(fields, ChatGenerationFields):
         raise_unsupported("echo", "a chat answers with the new message only; use /v1/completions")
     wishes = read_cache_params(fields, values.get("messages"))
     if wishes.prewarm and fields.echo:
@@ -113,7 +113,7 @@ def params_from_fields(fields: GenerationFields, values: Mapping[str, Any], boun
     grammar = grammar_of_fields(fields, closes_objects=bounds.closes_objects)
     if grammar is not None and fields.echo:
         raise_unsupported("echo", f"{grammar.name} constrains the output only; leave one of them out")
-    is_chat = isinstance(fields, ChatFields)
+    is_chat = isinstance(fields, ChatGenerationFields)
     sampling = _sampling(fields, bounds, max_tokens, None if grammar is None else grammar.text)
     if wishes.prewarm:
         sampling = replace(sampling, max_tokens=0, min_tokens=0, logprobs=None, grammar=None)
@@ -253,7 +253,7 @@ def _check_choices(fields: GenerationFields) -> None:
 def _logprobs(fields: GenerationFields) -> int | None:
     if isinstance(fields, CompletionFields):
         return fields.logprobs
-    assert isinstance(fields, ChatFields)
+    assert isinstance(fields, ChatGenerationFields)
     if fields.top_logprobs and not fields.logprobs:
         raise_invalid_value(
             "top_logprobs", f"is {fields.top_logprobs} but logprobs is not true", "send logprobs: true beside it"

@@ -1,7 +1,7 @@
 """JSON in pieces: documents whose long lists are built and encoded one slice at a time while they are sent.
 
-`encode` returns the whole document, `pieces` yields the same bytes in pieces. A long list is a `LazyJsonList` in the
-document, so its items exist only while their slice is encoded. `EncodingTurns` encodes one piece per iteration of
+`encode` returns the whole document, `pieces` yields the same bytes in pieces. A long list is a `LazilyEncodedList` in
+the document, so its items exist only while their slice is encoded. `EncodingTurns` encodes one piece per iteration of
 the event loop, over all long responses of the process, so that other tasks run between two pieces.
 """
 
@@ -15,7 +15,7 @@ SLICE_ITEMS = 128  # of a list whose items may be objects of 20 alternatives: so
 PIECE_BYTES = 64 * 1024  # smaller pieces are joined up to about this size
 
 
-class LazyJsonList:
+class LazilyEncodedList:
     """A JSON list of `shape(item)` for every item of the concatenated sequences."""
 
     __slots__ = ("_kept", "_key", "_parts", "_shape")
@@ -62,7 +62,7 @@ class LazyJsonList:
 
 
 def _hook(value: object) -> Any:
-    if isinstance(value, LazyJsonList):
+    if isinstance(value, LazilyEncodedList):
         return value.items()
     raise NotImplementedError(type(value))
 
@@ -94,7 +94,7 @@ def regroup_pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 def json_fragments(value: Any) -> Iterator[bytes]:
     """Yield the bytes of `encode(value)`, a slice of a long list or a value at a time."""
-    if isinstance(value, LazyJsonList):
+    if isinstance(value, LazilyEncodedList):
         yield b"["
         yield from value.json_slices()
         yield b"]"

@@ -16,7 +16,7 @@ from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.engine_requests import chat_for_template, encode_prompt
 from headstart.openai.generation_fields import TokenId
-from headstart.openai.request_bodies import Message, Messages, as_rendered
+from headstart.openai.request_bodies import Message, Messages, messages_for_template
 from headstart.openai.request_model import RequestModel, Text, custom_validator, validate_as
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.value_checks import check_token_ids, missing_parameter_error
@@ -53,7 +53,7 @@ def parse_prefix(values: Mapping[str, Any], bounds: RequestBounds) -> PrefixRequ
     return validate_as(PrefixRequest, values, bounds)
 
 
-def prefix_body_field(prefix: object) -> str:
+def prefix_field_name(prefix: object) -> str:
     """Return the body field for a prefix given as one Python value: "text", "messages" or "token_ids"."""
     if isinstance(prefix, str):
         return "text"
@@ -66,11 +66,11 @@ def encode_prefix(body: PrefixRequest, tokenizer: Tokenizer, bounds: RequestBoun
     if body.token_ids is not None:
         return body.token_ids
     if body.messages is not None:
-        return chat_prefix_tokens(as_rendered(body.messages, bounds), tokenizer, bounds)
-    return text_prefix_tokens(body.text or "", tokenizer, bounds)
+        return chat_prefix_tokens(messages_for_template(body.messages, bounds), tokenizer, bounds)
+    return shared_text_prefix_tokens(body.text or "", tokenizer, bounds)
 
 
-def text_prefix_tokens(text: str, tokenizer: Tokenizer, bounds: RequestBounds) -> "array[int]":
+def shared_text_prefix_tokens(text: str, tokenizer: Tokenizer, bounds: RequestBounds) -> "array[int]":
     """Return the tokens that all prompts beginning with `text` share. Raises InvalidRequestError. Slow for long texts.
 
     Includes the special tokens that /v1/completions puts before a text.
@@ -90,7 +90,7 @@ def chat_prefix_tokens(messages: list[Message], tokenizer: Tokenizer, bounds: Re
     for tail in _tails(messages[-1]["role"]):
         try:
             shown = chat_for_template([*messages, *tail], None, tokenizer, bounds)
-            rendered.append(tokenizer.render_chat(shown.messages, tools=shown.tools))
+            rendered.append(tokenizer.render_chat_text(shown.messages, tools=shown.tools))
         except InvalidRequestError as error:
             refusal = error
     if refusal is not None and not rendered:

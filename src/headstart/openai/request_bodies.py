@@ -16,7 +16,13 @@ from headstart.openai.bounds import RequestBounds
 from headstart.openai.canonical.canonical_messages import canonical_chat
 from headstart.openai.canonical.prompt_rules import PromptRules
 from headstart.openai.chat.sent_message import Message, Role, read_message
-from headstart.openai.generation_fields import AddGenerationPrompt, ChatFields, CompletionFields, Model, TokenId
+from headstart.openai.generation_fields import (
+    AddGenerationPrompt,
+    ChatGenerationFields,
+    CompletionFields,
+    Model,
+    TokenId,
+)
 from headstart.openai.generation_params import GenerationParams, params_from_fields
 from headstart.openai.request_model import RequestModel, Text, custom_validator, validate_as
 from headstart.openai.tools.tool_fields import Tools
@@ -80,7 +86,7 @@ class CompletionRequest(CompletionFields):
     prompt: Prompts = Field(description="A text, texts, token ids, or lists of them")
 
 
-class ChatRequest(ChatFields):
+class ChatRequest(ChatGenerationFields):
     """A /v1/chat/completions body."""
 
     model: Model = None
@@ -137,7 +143,7 @@ def parse_chat(values: Mapping[str, Any], bounds: RequestBounds) -> ChatBody:
     body = ChatBody(fields.model, fields.messages, params_from_fields(fields, values, bounds))
     if bounds.prompt_rules:
         body = _canonical(body, bounds.prompt_rules)
-    return replace(body, messages=as_rendered(body.messages, bounds))
+    return replace(body, messages=messages_for_template(body.messages, bounds))
 
 
 def parse_tokenize(values: Mapping[str, Any], bounds: RequestBounds) -> TokenizeRequest:
@@ -155,7 +161,7 @@ def parse_tokenize(values: Mapping[str, Any], bounds: RequestBounds) -> Tokenize
     messages, tools = fields.messages, fields.tools
     if bounds.prompt_rules:
         messages, tools, *_ = canonical_chat(messages, tools, (), bounds.prompt_rules)
-    return fields.model_copy(update={"messages": as_rendered(messages, bounds), "tools": tools})
+    return fields.model_copy(update={"messages": messages_for_template(messages, bounds), "tools": tools})
 
 
 def parse_detokenize(values: Mapping[str, Any], bounds: RequestBounds) -> DetokenizeRequest:
@@ -185,7 +191,7 @@ def parse_prompts(value: object, bounds: RequestBounds) -> tuple[Prompt, ...]:
 
 
 def parse_messages(value: object, bounds: RequestBounds) -> list[Message]:
-    """Return the conversation as it was sent, checked; `as_rendered` follows. Raises InvalidRequestError."""
+    """Return the conversation as it was sent, checked; `messages_for_template` follows. Raises InvalidRequestError."""
     if value is None:
         raise missing_parameter_error("messages")
     if not isinstance(value, list | tuple) or not value:
@@ -197,7 +203,7 @@ def parse_messages(value: object, bounds: RequestBounds) -> list[Message]:
     return [read_message(f"messages[{index}]", message, bounds) for index, message in enumerate(value)]
 
 
-def as_rendered(messages: list[Message], bounds: RequestBounds) -> list[Message]:
+def messages_for_template(messages: list[Message], bounds: RequestBounds) -> list[Message]:
     """Return the messages with each content in the form that the chat template takes, nearly always one text.
 
     Text parts are joined by what the template prints between parts, or by newlines if it would print them as a list.

@@ -13,7 +13,7 @@ from headstart.core.errors import (
     QueueFullError,
 )
 from headstart.core.request import SamplingDefaults
-from headstart.openai.json_pieces import SLICE_ITEMS, LazyJsonList
+from headstart.openai.json_pieces import SLICE_ITEMS, LazilyEncodedList
 from headstart.openai.text.shared_prompt import EchoedPrompt
 from headstart.openai.tokenizer.tokenizer import NAMED_TOKENS, Tokenizer
 
@@ -42,7 +42,7 @@ def error_object(message: str, *, status: int, code: str | None = None, param: s
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def error_object_of(error: HeadstartError) -> tuple[int, Json]:
+def error_status_and_object(error: HeadstartError) -> tuple[int, Json]:
     """Return the HTTP status and the error object of a HeadstartError; no other message text reaches a client."""
     if isinstance(error, InvalidRequestError):
         status = 404 if error.code == "model_not_found" else 400
@@ -83,15 +83,15 @@ def cached_tokens_by_source(breakdown: PromptTokenBreakdown) -> dict[str, int]:
 # -------------------------------------------------------------------------------------------------------------- others
 
 
-def shape_json_list(
+def map_to_json_list(
     entries: Sequence[Any], shape: Callable[[Any], Any], echo: EchoedPrompt | None = None, key: str = ""
-) -> list[Any] | LazyJsonList:
+) -> list[Any] | LazilyEncodedList:
     """Return the JSON list of `shape(entry)`; a long list is a Sliced, built while it is sent."""
     if echo is None and len(entries) <= SLICE_ITEMS:
         return [shape(entry) for entry in entries]
     if echo is None:
-        return LazyJsonList((entries,), shape)
-    return LazyJsonList((echo, entries), shape, kept=echo.kept, key=key)
+        return LazilyEncodedList((entries,), shape)
+    return LazilyEncodedList((echo, entries), shape, kept=echo.kept, key=key)
 
 
 def token_text_or_bytes(tokenizer: Tokenizer, token_id: int) -> str:
@@ -155,11 +155,11 @@ def tokenize_response(token_ids: Sequence[int], tokenizer: Tokenizer, max_model_
     return {
         "count": len(token_ids),
         "max_model_len": max_model_len,
-        "tokens": shape_json_list(token_ids, int),
-        "token_strs": shape_json_list(token_ids, tokenizer.token_text) if with_texts else None,
+        "tokens": map_to_json_list(token_ids, int),
+        "token_strs": map_to_json_list(token_ids, tokenizer.token_text) if with_texts else None,
     }
 
 
-def detokenize_response(text: str) -> Json:
+def detokenization_response(text: str) -> Json:
     """Return the response of /detokenize."""
     return {"prompt": text}

@@ -77,7 +77,7 @@ def check_int(name: str, value: object, low: int, high: int) -> int:
     return value
 
 
-def parse_query_count(name: str, text: str, high: int) -> int:
+def parse_positive_query_count(name: str, text: str, high: int) -> int:
     """Return a query parameter, an integer in [1, high]. Raises InvalidRequestError."""
     if not text.isdecimal() or not text.isascii() or not 1 <= int(text[: len(str(high)) + 1]) <= high:
         raise_invalid_value(name, f"is {safe_repr(text)}", f"it must be between 1 and {high}")

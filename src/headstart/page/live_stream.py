@@ -12,7 +12,7 @@ from headstart.http.http_errors import HttpError
 from headstart.http.long_work import wait_for_disconnect
 from headstart.http.sse import HEADERS, WRITE_SECONDS, encode_error_event, encode_event
 from headstart.openai.responses import Json
-from headstart.openai.value_checks import parse_query_count
+from headstart.openai.value_checks import parse_positive_query_count
 
 FRAME_SECONDS = 1.0
 MAX_STREAMS = 64
@@ -37,7 +37,8 @@ class LiveStreams:
         Raises HttpError 429 for too many streams, InvalidRequestError, and what the first call of `frame` raises.
         """
         num_frames = min(
-            parse_query_count("frames", request.query_params.get("frames", str(MAX_FRAMES)), MAX_FRAMES), max_frames
+            parse_positive_query_count("frames", request.query_params.get("frames", str(MAX_FRAMES)), MAX_FRAMES),
+            max_frames,
         )
         if self._open.total() >= MAX_STREAMS or self._open[tenant] >= MAX_STREAMS_PER_TENANT:
             message = f"{self._open[tenant]} streams of figures are open and {MAX_STREAMS_PER_TENANT} may be"

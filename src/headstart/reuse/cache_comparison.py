@@ -219,7 +219,7 @@ class CacheDiagnosis:
     num_evicted: int
 
     @property
-    def is_hit(self) -> bool:
+    def is_full_hit(self) -> bool:
         """Whether all full blocks that the earlier prompt could spare were cached, from it or from another one."""
         found, size = self.comparison, self.block_size
         num_cached = self.num_cached // size
@@ -235,7 +235,7 @@ class CacheDiagnosis:
         found = self.comparison
         if not found.is_found:
             return NOT_FOUND
-        if self.is_hit:
+        if self.is_full_hit:
             return None
         if found.change is not None:
             return found.change.value
@@ -246,9 +246,9 @@ class CacheDiagnosis:
         found, size = self.comparison, self.block_size
         return {
             "compared_id": found.compared_id,
-            "result": "hit" if self.is_hit else "miss" if found.is_found else NOT_FOUND,
+            "result": "hit" if self.is_full_hit else "miss" if found.is_found else NOT_FOUND,
             "cause": self.cause,
-            "field": None if self.is_hit else found.field,
+            "field": None if self.is_full_hit else found.field,
             "compared_tokens": found.num_compared,
             "common_tokens": found.num_common,
             "reusable_tokens": max(found.num_reusable(size), 0),
@@ -261,7 +261,7 @@ class CacheDiagnosis:
         found = self.comparison
         if not found.is_found:
             return {"type": "comparison_response_not_found"}
-        if self.is_hit:
+        if self.is_full_hit:
             return {"type": "cache_hit"}
         reason = None if found.change is None else API_REASONS.get(found.change, (None, None))[0]
         if reason is None:

@@ -87,7 +87,7 @@ KINDS = {
 }
 
 
-def no_rule_for_line(line: str) -> str:
+def find_no_rule(line: str) -> str:
     """Return that no rule mends a line: a RuleOf."""
     return ""
 

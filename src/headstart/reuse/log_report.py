@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from headstart.common_prefix import common_prefix_length
-from headstart.reuse.causes import CAUSES, RuleOf, no_rule_for_line, remedy_for_cause
+from headstart.reuse.causes import CAUSES, RuleOf, find_no_rule, remedy_for_cause
 from headstart.reuse.logged_prompt import CHARS_PER_TOKEN, IdTracePrompt, LoggedPrompt
 from headstart.reuse.miss_ratios import MissRatio, miss_ratios
 from headstart.reuse.near_prompts import SimilarPromptIndex
@@ -78,15 +78,15 @@ class LogReport:
     notes: tuple[str, ...] = ()  # on the log itself
 
     @property
-    def computed_tokens(self) -> int:
+    def ideal_computed_tokens(self) -> int:
         """Prompt tokens that an infinite cache computes."""
         return self.prompt_tokens - self.reused_tokens
 
     @property
-    def redundancy(self) -> float:
+    def redundancy_factor(self) -> float:
         """Computed tokens over those that remain if every cause is mended; 1 is best."""
-        needed = self.computed_tokens - self.avoidable_tokens
-        return self.computed_tokens / needed if needed > 0 else 1.0
+        needed = self.ideal_computed_tokens - self.avoidable_tokens
+        return self.ideal_computed_tokens / needed if needed > 0 else 1.0
 
     @property
     def avoidable_share(self) -> float:
@@ -101,10 +101,10 @@ class LogReport:
             "notes": list(self.notes),
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,
-            "computed_tokens": self.computed_tokens,
+            "computed_tokens": self.ideal_computed_tokens,
             "avoidable_tokens": self.avoidable_tokens,
             "avoidable_share": round(self.avoidable_share, 4),
-            "redundancy": round(self.redundancy, 3),
+            "redundancy": round(self.redundancy_factor, 3),
             "causes": [cost.as_dict() for cost in self.causes],
             "miss_ratios": [point._asdict() for point in self.curve],
         }
@@ -114,7 +114,7 @@ def lint_report(
     prompts: Sequence[LoggedPrompt],
     num_skipped: int = 0,
     notes: Sequence[str] = (),
-    rule_of: RuleOf = no_rule_for_line,
+    rule_of: RuleOf = find_no_rule,
     on_request: Callable[[], object] = lambda: None,
 ) -> LogReport:
     """Return the report of the prompts of one log, in order of arrival."""
@@ -126,7 +126,7 @@ def lint_report(
         text, near = prompt.text, groups[prompt.group]
         chain = _chain(text, prompt.group)
         reused = len(list(takewhile(known.__contains__, chain))) * BLOCK_TOKENS * CHARS_PER_TOKEN
-        best = most_similar_earlier_prompt(prompt, prompts, near.find_nearest(prompt, CANDIDATES))
+        best = most_similar_earlier_prompt(prompt, prompts, near.nearest_prompt_indices(prompt, CANDIDATES))
         if best is not None:
             num_avoidable += _charge(costs, prompt, prompts[best[0]].line, best[1], reused, rule_of)
         num_chars, num_reused = num_chars + len(text), num_reused + reused
@@ -151,7 +151,7 @@ def most_similar_earlier_prompt(
 ) -> tuple[int, PromptComparison] | None:
     """Return the earlier prompt with most equal text, and the comparison with it."""
     found = [(index, compare_logged_prompts(prompt, prompts[index])) for index in candidates]
-    return max(found, key=lambda pair: pair[1].num_same_chars, default=None)
+    return max(found, key=lambda pair: pair[1].total_same_chars, default=None)
 
 
 def _charge(
@@ -195,8 +195,8 @@ def lint_report_text(report: LogReport) -> str:
         + (f"; {report.num_skipped} lines without a request" if report.num_skipped else ""),
         *report.notes,
         f"reused in an infinite cache: {report.reused_tokens:,} ({100 * report.reused_tokens / total:.0f} %)",
-        f"computed: {report.computed_tokens:,}, of which {report.avoidable_tokens:,} were avoidable "
-        f"({100 * report.avoidable_share:.0f} % of all); redundancy {report.redundancy:.2f}, 1 is best",
+        f"computed: {report.ideal_computed_tokens:,}, of which {report.avoidable_tokens:,} were avoidable "
+        f"({100 * report.avoidable_share:.0f} % of all); redundancy {report.redundancy_factor:.2f}, 1 is best",
         "",
     ]
     for cost in report.causes:
@@ -250,7 +250,7 @@ class CostlyDifference(NamedTuple):
 
 
 def find_costly_differences(
-    prompt: LoggedPrompt, earlier: Sequence[LoggedPrompt], rule_of: RuleOf = no_rule_for_line
+    prompt: LoggedPrompt, earlier: Sequence[LoggedPrompt], rule_of: RuleOf = find_no_rule
 ) -> list[CostlyDifference]:
     """Return the differences to the earlier prompt of the same group that has most text in common, the first first.
 
@@ -260,7 +260,7 @@ def find_costly_differences(
     for index, other in enumerate(earlier):
         if other.group == prompt.group:
             near.add(index, other)
-    best = most_similar_earlier_prompt(prompt, earlier, near.find_nearest(prompt, CANDIDATES))
+    best = most_similar_earlier_prompt(prompt, earlier, near.nearest_prompt_indices(prompt, CANDIDATES))
     if best is None:
         return []
     changes = best[1].changes

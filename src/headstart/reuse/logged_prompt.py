@@ -62,7 +62,7 @@ class LoggedMessage(NamedTuple):
     calls: tuple[str, ...] = ()
 
     @property
-    def text(self) -> str:
+    def full_text(self) -> str:
         """The message as it is counted."""
         return "".join((f"<{self.role}>\n", self.reasoning, self.content, *self.calls, "\n"))
 
@@ -80,7 +80,7 @@ class LoggedPrompt:
     @property
     def text(self) -> str:
         """The prompt as one text: tools, then messages, as in most chat templates."""
-        return "\n".join((*self.tools, "")) + "".join(message.text for message in self.messages)
+        return "\n".join((*self.tools, "")) + "".join(message.full_text for message in self.messages)
 
 
 @dataclass(frozen=True, slots=True)

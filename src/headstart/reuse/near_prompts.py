@@ -32,7 +32,7 @@ class SimilarPromptIndex:
     def __init__(self) -> None:
         self._found: defaultdict[int, deque[int]] = defaultdict(lambda: deque(maxlen=MAX_PER_PIECE))
 
-    def find_nearest(self, prompt: LoggedPrompt, count: int) -> list[int]:
+    def nearest_prompt_indices(self, prompt: LoggedPrompt, count: int) -> list[int]:
         """Return the indices of at most `count` earlier prompts, the nearest first, the latest of equals."""
         scores: Counter[int] = Counter()
         for piece, num_chars in prompt_piece_hashes(prompt):
@@ -91,7 +91,7 @@ class WindowEntry:
             self._pieces = array("q", [piece for piece, _ in prompt_piece_hashes(self.to_logged_prompt)])
         return self._pieces
 
-    def drop(self) -> None:
+    def drop_messages(self) -> None:
         """Refer to no message any more."""
         self._sent = {}
 
@@ -128,7 +128,7 @@ class PromptWindow:
 
     def _drop(self, entry: WindowEntry) -> None:
         self.num_bytes -= entry.num_bytes
-        entry.drop()
+        entry.drop_messages()
         group = self._groups[entry.group]
         group.popleft()
         if not group:
@@ -149,5 +149,5 @@ def measure_avoidable_text(
         return 0, NOTHING
     num_chars = len(prompt.text)
     found = [compare_logged_prompts(prompt, other.to_logged_prompt) for other in nearest]
-    best = max(found, key=lambda comparison: comparison.num_same_chars)
+    best = max(found, key=lambda comparison: comparison.total_same_chars)
     return num_chars, avoidable_text(best, num_cached * num_chars // max(entry.num_tokens, 1))

@@ -39,7 +39,7 @@ class PromptComparison(NamedTuple):
     changes: list[FieldChange]
 
     @property
-    def num_same_chars(self) -> int:
+    def total_same_chars(self) -> int:
         """The equal characters in all."""
         return self.num_before + sum(change.num_same for change in self.changes)
 
@@ -96,7 +96,7 @@ def _compare_messages(walk: _Walk, this: Sequence[LoggedMessage], that: Sequence
     while i < len(this) and j < len(that):
         own, other = this[i], that[j]
         if own == other:
-            walk.same(len(own.text))
+            walk.same(len(own.full_text))
             i, j = i + 1, j + 1
             continue
         if own.role != "system" and own in that[j + 1 :]:
@@ -140,7 +140,7 @@ def _compare_text(walk: _Walk, path: str, own: LoggedMessage, other: LoggedMessa
         return True
     found = text_changes(own.content, other.content)
     longest = max(len(own.content), len(other.content), 1)
-    is_version = found.num_same_chars / longest >= MIN_ALIKE
+    is_version = found.total_same_chars / longest >= MIN_ALIKE
     if own.role == "assistant" and any(change.kind not in FORMS for change in found.changes):
         return False  # another answer
     if own.role == "system":
@@ -182,7 +182,7 @@ NOTHING = AvoidableText(0, {})
 
 def avoidable_text(comparison: PromptComparison, reused: int) -> AvoidableText:
     """Return the avoidable text of a prompt of which `reused` characters were reused, compared with an earlier one."""
-    avoidable = comparison.num_same_chars - max(reused, comparison.num_before)
+    avoidable = comparison.total_same_chars - max(reused, comparison.num_before)
     if avoidable < MIN_CHARS:
         return NOTHING
     behind = 0

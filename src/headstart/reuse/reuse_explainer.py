@@ -234,7 +234,7 @@ class _Case:
     def _evicted(self) -> EvictionRecord | None:
         if self.seen is not None:
             return self.seen.evicted
-        return self.scheduler.pool.find_eviction(self.seq.block_hashes[self._index])
+        return self.scheduler.pool.find_eviction_record(self.seq.block_hashes[self._index])
 
     def _eviction(self, evicted: EvictionRecord) -> ExplainedEviction:
         another = bool(evicted.by) and evicted.tenant != self.seq.request.tenant
@@ -286,7 +286,7 @@ class _Case:
         prompt, tokens, end = self._prompt, seq.token_ids, common + WINDOW
         before = tuple(prompt[max(common - WINDOW, 0) : common])
         this, other = tuple(prompt[common:end]), tuple(tokens[common:end])
-        repeated = num_repeated_tokens(prompt, tokens, common, self._size) if this and other else 0
+        repeated = num_repeated_after_divergence(prompt, tokens, common, self._size) if this and other else 0
         return NearMatch(seq.request_id, common, before, this, other, repeated)
 
 
@@ -299,7 +299,7 @@ def _found_now(scheduler: Scheduler, seq: Sequence) -> PromptTokenBreakdown:
     return PromptTokenBreakdown(pinned, hit.num_tokens - pinned, computed=len(seq.token_ids) - hit.num_tokens)
 
 
-def num_repeated_tokens(this: "array[int]", other: "array[int]", start: int, size: int) -> int:
+def num_repeated_after_divergence(this: "array[int]", other: "array[int]", start: int, size: int) -> int:
     """Return the number of tokens of `this` from `start` on that stand in `other` behind `start`, in runs of `size`.
 
     Runs are looked for in order of `this`; one of `other` may be found more than once.

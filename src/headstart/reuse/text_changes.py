@@ -40,7 +40,7 @@ class TextChanges(NamedTuple):
     changes: list[TextChange]
 
     @property
-    def num_same_chars(self) -> int:
+    def total_same_chars(self) -> int:
         """The equal characters in all."""
         return self.num_before + sum(change.num_same for change in self.changes)
 
@@ -258,7 +258,7 @@ def _texts(this: tuple[str, ...], that: tuple[str, ...]) -> TextChanges | None:
     before, changes = 0, list[TextChange]()
     for own, other in zip(this, that, strict=True):
         found = text_changes(own, other)
-        if found.num_same_chars < MIN_ALIKE * len(own):
+        if found.total_same_chars < MIN_ALIKE * len(own):
             return None
         if changes:
             changes[-1] = changes[-1]._replace(num_same=changes[-1].num_same + found.num_before)

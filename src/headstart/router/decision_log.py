@@ -44,7 +44,7 @@ class DecisionRecord:
         """Return the record of a line of JSON. Raises TypeError for unknown fields."""
         return cls(**fields)
 
-    def ask(self) -> RoutingRequest:
+    def to_routing_request(self) -> RoutingRequest:
         """Return the original routing request, to be routed again."""
         raw = bytes.fromhex(self.names)
         names = [BlockHash(raw[start : start + NAME_BYTES]) for start in range(0, len(raw), NAME_BYTES)]

@@ -6,7 +6,7 @@ from headstart.router.health import ReplicaHealth
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.load import MAX_AGE, ReplicaLoad
 from headstart.router.policies.rendezvous import key_digest
-from headstart.router.pricing import PromptCost, cost_at_one
+from headstart.router.pricing import PromptCost, cost_at_replica
 from headstart.router.step_rates import StepRates
 
 
@@ -47,7 +47,7 @@ class Endpoint:
         self.models = models
         self.tokenizer = ""  # digest of one whose token ids the replica takes beside a text; "": none
         self.health = ReplicaHealth()
-        self.load = ReplicaLoad(prior, self.free_and_total_tokens)
+        self.load = ReplicaLoad(prior, self.unclaimed_and_total_tokens)
         self._reported: ReplicaReport | None = None
         self.granule = 0  # greatest common divisor of the cached tokens it reported: converges to its real block size
         self.miscounted: set[str] = set()  # forms of prompts whose last report differed in the number of tokens
@@ -75,7 +75,7 @@ class Endpoint:
     def waiting(self, now: float) -> int:
         """Return the requests without a first token: our count, or the reported one if higher (other routers')."""
         reported = self.recent_report(now)
-        return max(self.load.num_pending, reported.waiting if reported is not None else 0)
+        return max(self.load.num_awaiting_first_token, reported.waiting if reported is not None else 0)
 
     def num_requests(self, now: float) -> int:
         """Return the requests in flight there."""
@@ -84,24 +84,24 @@ class Endpoint:
 
     def backlog_ms(self, now: float) -> float:
         """Return the work queued before ours; requests of other routers count as the mean of our own."""
-        return cost_at_one(self, 1, 0, now).backlog
+        return cost_at_replica(self, 1, 0, now).backlog
 
-    def slowdown(self, now: float) -> float:
+    def slowdown_versus_fleet(self, now: float) -> float:
         """Return how many times slower than its fleet it is at present: learned, or its oldest request is late."""
-        return cost_at_one(self, 1, 0, now).factor
+        return cost_at_replica(self, 1, 0, now).factor
 
-    def free_and_total_tokens(self) -> tuple[float, float]:
+    def unclaimed_and_total_tokens(self) -> tuple[float, float]:
         """Return the tokens of its cache that no prompt in flight claims (inf: not known), and those of all of it."""
         index = self.index
-        return index.num_unclaimed_blocks * self.block_size, index.num_cache_blocks * self.block_size
+        return index.num_unreserved_blocks * self.block_size, index.cache_capacity_blocks * self.block_size
 
     def eviction_cost_ms(self, prompt_tokens: int, cached_tokens: int) -> float:
         """Return the prefill of tokens evicted for a prompt that are likely to be requested again."""
         tokens = max(prompt_tokens - cached_tokens, 1)
-        lost = self.index.expected_lost_blocks(-(-tokens // self.block_size)) * self.block_size
+        lost = self.index.expected_evicted_reusable_blocks(-(-tokens // self.block_size)) * self.block_size
         rates = self.load.rates
         return lost * (rates.token + rates.pair * prompt_tokens / 2)
 
-    def price(self, prompt_tokens: int, cached_tokens: int, now: float) -> PromptCost[float]:
+    def prompt_cost(self, prompt_tokens: int, cached_tokens: int, now: float) -> PromptCost[float]:
         """Return the cost of a prompt of which `cached_tokens` are cached here, without evictions."""
-        return cost_at_one(self, prompt_tokens, cached_tokens, now)
+        return cost_at_replica(self, prompt_tokens, cached_tokens, now)

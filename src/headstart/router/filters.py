@@ -6,7 +6,7 @@ from headstart.router.endpoint import Endpoint
 from headstart.router.routing_request import RoutingRequest
 
 
-def eligible_endpoints(
+def filter_endpoints_with_reasons(
     endpoints: Collection[Endpoint], request: RoutingRequest, now: float, tried: frozenset[str] = frozenset()
 ) -> tuple[list[Endpoint], dict[str, str]]:
     """Return the replicas that may serve `request`, and the reasons of all others by name.
@@ -41,7 +41,7 @@ def eligible_endpoints(
     return found, reasons
 
 
-def may_serve(endpoint: Endpoint, request: RoutingRequest) -> bool:
+def matches_model_and_subset(endpoint: Endpoint, request: RoutingRequest) -> bool:
     """Return whether a replica may serve the request when it is available."""
     return _mismatch(endpoint, request) is None
 

@@ -73,7 +73,7 @@ class RequestFlight:
         return self.prompt_tokens - self.work.tokens
 
 
-def find_prefix_leader(
+def find_request_computing_prefix(
     block_hashes: Sequence[BlockHash], hit: int, pending: Iterable[RequestFlight]
 ) -> RequestFlight | None:
     """Return the pending request that computes the last block of a hit of so many blocks, if there is one."""

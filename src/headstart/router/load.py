@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from headstart.core.cache.hashing import BlockHash
-from headstart.router.flight import BusyPeriod, RequestFlight, find_prefix_leader
-from headstart.router.rate_learner import RateLearner, RateSample, ReplicaPace
+from headstart.router.flight import BusyPeriod, RequestFlight, find_request_computing_prefix
+from headstart.router.rate_learner import RateLearner, RateSample, ReplicaSlowdown
 from headstart.router.running_step import RunningStep
 from headstart.router.step_rates import STEP_TOKENS, PrefillWork, StepRates
 
@@ -43,7 +43,7 @@ class ReplicaLoad:
     ) -> None:
         self._room = room
         self.learner = RateLearner(prior)
-        self.pace = ReplicaPace()
+        self.pace = ReplicaSlowdown()
         self.last_sent = -1  # sequence number of the last request, over all replicas; -1: none
         self.mean_prefill_ms = 0.0
         self._mean_prompt = 0.0  # tokens
@@ -71,7 +71,7 @@ class ReplicaLoad:
         return self.learner.rates
 
     @property
-    def num_pending(self) -> int:
+    def num_awaiting_first_token(self) -> int:
         return len(self._pending)
 
     @property
@@ -126,7 +126,7 @@ class ReplicaLoad:
 
     def record_report(self, waiting: int, running: int, at: float) -> None:
         """Record the requests without and with a first token that the replica reports, of other routers too."""
-        self.learner.others.add_report(self.num_requests, waiting + running)
+        self.learner.others.add_replica_report(self.num_requests, waiting + running)
         self._foreign, self._foreign_at = max(waiting - len(self._pending), 0), at
         is_shared = self.learner.others.share > 0.0
         self._foreign_streams = max(running - self.num_streams, 0) if is_shared else 0
@@ -139,8 +139,8 @@ class ReplicaLoad:
         if not self._pending:
             self._since = now
             self._begin(now)
-        leader = flight.leader = self.find_prefix_leader(flight.block_hashes, flight.hit_blocks)
-        if leader is not None and self.learner.waits_for_prefix_leader:
+        leader = flight.leader = self.find_request_computing_prefix(flight.block_hashes, flight.hit_blocks)
+        if leader is not None and self.learner.replicas_wait_for_prefix_leader:
             flight.awaited = max(flight.cached_tokens - leader.cached_tokens, 0)
         self._pending[flight] = None
         self._step.record_sent(flight)
@@ -157,9 +157,9 @@ class ReplicaLoad:
         self.mean_prefill_ms += weight * (flight.prefill_ms - self.mean_prefill_ms)
         self._mean_prompt += weight * (flight.prompt_tokens - self._mean_prompt)
 
-    def find_prefix_leader(self, block_hashes: Sequence[BlockHash], hit_blocks: int) -> RequestFlight | None:
+    def find_request_computing_prefix(self, block_hashes: Sequence[BlockHash], hit_blocks: int) -> RequestFlight | None:
         """Return the pending request that computes the last of these blocks that are expected to be cached, if any."""
-        return find_prefix_leader(block_hashes, hit_blocks, self._pending)
+        return find_request_computing_prefix(block_hashes, hit_blocks, self._pending)
 
     def record_token(self, flight: RequestFlight, now: float) -> None:
         """Record a token event of a stream: a step has ended if the stream had its event since the step began."""
@@ -282,7 +282,7 @@ class ReplicaLoad:
         if not period.is_void and not period.is_judged and interval.ms > 0.0:
             period.is_judged = True
             self._pace(interval, now)
-            period.factor = self.learner.slowdown(self.pace, now)
+            period.factor = self.learner.slowdown_versus_fleet(self.pace, now)
 
     def _begin_step(self, now: float) -> None:
         resident = self.stream_tokens + self.num_streams * self.learner.mean_output / 2
@@ -301,7 +301,7 @@ class ReplicaLoad:
             return SAME_STEP
         step = self._step
         ms = RateSample(0.0, 1, step.streams, step.resident, 0, 0.0).expected_ms(self.rates)
-        return max(MIN_STEP * ms * self.learner.slowdown(self.pace, step.began_at) / 1e3, SAME_STEP)
+        return max(MIN_STEP * ms * self.learner.slowdown_versus_fleet(self.pace, step.began_at) / 1e3, SAME_STEP)
 
     def _prefilled(self, flight: RequestFlight, now: float) -> None:
         """Record that a prefill is computed: a step has ended with it, unless one that ended before computed it."""
@@ -328,7 +328,10 @@ class ReplicaLoad:
         if not step.streams or (step.tokens and self._mismatch >= MAX_MISMATCH):
             return  # steps without streams are not seen; the work of this one is uncertain
         one = RateSample(ms, 1, step.streams, step.resident, step.tokens, step.pairs)
-        if ms > min(MAX_SURPRISE * one.expected_ms(self.rates) * self.learner.slowdown(self.pace, now), MAX_DECODE_MS):
+        if ms > min(
+            MAX_SURPRISE * one.expected_ms(self.rates) * self.learner.slowdown_versus_fleet(self.pace, now),
+            MAX_DECODE_MS,
+        ):
             return
         watched = self._watched = RateSample(*(a + b for a, b in zip(self._watched, one, strict=True)))
         if watched.steps >= WATCHED_STEPS or watched.ms >= WATCHED_MS:
@@ -367,7 +370,7 @@ class ReplicaLoad:
         interval = RateSample(ms, num_steps, num_steps * streams, num_steps * resident, tokens, pairs)
         if ms < MAX_DECODE_MS:
             self._pace(interval, now)
-        self.learner.learn(interval._replace(ms=ms / self.learner.slowdown(self.pace, now)))
+        self.learner.learn(interval._replace(ms=ms / self.learner.slowdown_versus_fleet(self.pace, now)))
 
 
 def _interval_of(period: BusyPeriod, step_tokens: int) -> RateSample:

@@ -39,7 +39,7 @@ class LoadRowCache:
             self._changed.clear()
             self._loads = []
 
-    def of(self, loads: Sequence[PriceableLoad]) -> NDArray[np.float64]:
+    def rows_for_loads(self, loads: Sequence[PriceableLoad]) -> NDArray[np.float64]:
         """Return an array of a row per load; read-only, and valid until the next call."""
         if loads != self._loads:
             self._loads = list(loads)

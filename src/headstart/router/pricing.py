@@ -6,8 +6,8 @@ A full cache makes requests wait for blocks: those of a prompt and of an answer 
 in flight. Each stream releases its share of that after the time of such an answer. The backlog is the wait, if that is
 longer than the queue of prefills.
 
-`cost_at_each` uses arrays, or compiled code (model/kernels/hashes/prices.cpp), `cost_at_one` plain numbers, which is
-cheaper for few replicas: a test holds their results equal.
+`cost_at_each` uses arrays, or compiled code (model/kernels/hashes/prices.cpp), `cost_at_replica` plain numbers, which
+is cheaper for few replicas: a test holds their results equal.
 """
 
 from array import array
@@ -59,7 +59,7 @@ class PromptCost(NamedTuple, Generic[Numbers]):
         """The total plus the cost to decodes, without evictions."""
         return (self.backlog + self.prefill + self.decode) * self.factor
 
-    def stall(self, fewest: float) -> Numbers:
+    def extra_stall_cost(self, fewest: float) -> Numbers:
         """The price of answers that stand still, less that of the `fewest` at a replica, which is common to all."""
         share = self.requests / (self.requests + 1.0) - fewest / (fewest + 1.0)
         return STALL * self.prefill * share * self.factor
@@ -72,13 +72,13 @@ def cost_at_each(
     learner = endpoints[0].load.learner
     rates, output = learner.rates, learner.mean_output
     loads = [endpoint.load for endpoint in endpoints]
-    state = learner.rows.of(loads).T
+    state = learner.rows.rows_for_loads(loads).T
     if learner.is_contradicted_by_samples:
         rates = StepRates(0.0, 0.0, 0.0, rates.token, 0.0)
     own = np.maximum(prompt_tokens - np.asarray(hit_tokens, dtype=np.float64), 1.0)
     pace: Array = np.ones(len(loads))
     for index in np.flatnonzero(state[IS_PACED]) if not learner.is_contradicted_by_samples else ():
-        pace[index] = learner.slowdown(loads[index].pace, now)
+        pace[index] = learner.slowdown_versus_fleet(loads[index].pace, now)
     if learner.prices is not None:
         limits = (STALE_STEPS, STALE_MS, MAX_AGE, LATENESS, GRACE_MS, DECODE, learner.knows_requests_in_flight)
         numbers = array("d", (*rates, output, prompt_tokens, now, not learner.is_contradicted_by_samples, *limits))
@@ -127,7 +127,7 @@ def cost_at_each(
     return PromptCost(backlog, prefill, decode, np.maximum(late, 1.0) * pace, wait, requests)
 
 
-def cost_at_one(endpoint: PriceableReplica, prompt_tokens: int, hit_tokens: int, now: float) -> PromptCost[float]:
+def cost_at_replica(endpoint: PriceableReplica, prompt_tokens: int, hit_tokens: int, now: float) -> PromptCost[float]:
     """Return the cost of a prompt at one replica, of which `hit_tokens` are cached there: that of `cost_at_each`."""
     load = endpoint.load
     learner = load.learner
@@ -157,7 +157,7 @@ def cost_at_one(endpoint: PriceableReplica, prompt_tokens: int, hit_tokens: int,
         backlog = max(backlog, 0.0)
         if streams > 0:
             backlog += 0.5 * step
-    pace = learner.slowdown(load.pace, now) if is_paced and not is_contradicted else 1.0
+    pace = learner.slowdown_versus_fleet(load.pace, now) if is_paced and not is_contradicted else 1.0
     if began_at > -inf and (streams > 0 or pending > 0) and not is_contradicted:
         running = step + rates.token * now_tokens + rates.pair * now_pairs
         elapsed = 1e3 * (now - began_at) / pace

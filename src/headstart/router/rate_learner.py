@@ -71,8 +71,8 @@ class RateLearner:
         self.residual = 0.0  # decaying mean of |log(measured / expected)|
         self.mean_output = MEAN_OUTPUT  # decaying mean of the tokens of an answer
         self._num_outputs = 0
-        self.others = OtherRoutersLoad()
-        self._paces = WeakSet[ReplicaPace]()  # of the replicas with samples
+        self.others = OtherRoutersShare()
+        self._paces = WeakSet[ReplicaSlowdown]()  # of the replicas with samples
         self._usual, self._usual_at = 0.0, -inf  # lower quartile of their deviations, and when it was computed
         self._deferred = 1.0  # decaying share of followers that were answered later than their leaders
         self._gram = [[0.0] * 5 for _ in range(5)]
@@ -99,19 +99,19 @@ class RateLearner:
         return not self.is_contradicted_by_samples and not self.others.share
 
     @property
-    def waits_for_prefix_leader(self) -> bool:
+    def replicas_wait_for_prefix_leader(self) -> bool:
         """Whether replicas let a request wait for a step in which another one computes its prefix.
 
         Headstart and SGLang do; in vLLM both are computed in one step. Assumed until the opposite is seen.
         """
         return self._deferred > 0.5
 
-    def record_pace_sample(self, pace: "ReplicaPace", ratio: float, now: float) -> None:
+    def record_pace_sample(self, pace: "ReplicaSlowdown", ratio: float, now: float) -> None:
         """Add a sample to the pace of one replica: measured / expected by the rates."""
         pace.learn(ratio, now)
         self._paces.add(pace)
 
-    def slowdown(self, pace: "ReplicaPace", now: float) -> float:
+    def slowdown_versus_fleet(self, pace: "ReplicaSlowdown", now: float) -> float:
         """Return how many times slower than the fleet a replica is, at least 1.
 
         The fleet's own pace is the lower quartile, if that is slow too: then the rates are wrong. Otherwise samples,
@@ -188,7 +188,7 @@ class RateLearner:
         self.rates = StepRates(*values)
 
 
-class ReplicaPace:
+class ReplicaSlowdown:
     """The slowness of one replica by the rates of its fleet. Used only if there is strong evidence.
 
     `RateLearner.slowdown` compares it with the fleet. A factor is never below 1: a replica that was asked first would
@@ -225,7 +225,7 @@ class ReplicaPace:
         return self._mean / self._weight * 0.5 ** (max(now - self._at, 0.0) / FORGOTTEN)
 
 
-class OtherRoutersLoad:
+class OtherRoutersShare:
     """The share of a fleet's requests in flight that this router has not sent.
 
     Counts are added up over reports: what is on its way at the moment of a report is too few as often as too many.
@@ -236,7 +236,7 @@ class OtherRoutersLoad:
     def __init__(self) -> None:
         self._own = self._all = ASSUMED
 
-    def add_report(self, own: int, reported: int) -> None:
+    def add_replica_report(self, own: int, reported: int) -> None:
         """Add the requests in flight at one replica: our own, and all that it reports."""
         self._own += own
         self._all += reported

@@ -15,9 +15,9 @@ from headstart.core.cache.hashing import BlockHash
 from headstart.core.errors import NoReplicaError
 from headstart.router.decision_log import DecisionRecord, join_hashes
 from headstart.router.endpoint import Endpoint
-from headstart.router.filters import eligible_endpoints
+from headstart.router.filters import filter_endpoints_with_reasons
 from headstart.router.index.approximate_index import ApproximateIndex
-from headstart.router.index.cached_tokens import reported_cached_blocks
+from headstart.router.index.cached_tokens import learn_reported_cached_blocks
 from headstart.router.index.first_blocks import UNLISTED, FirstBlockTable
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.load import RequestFlight
@@ -103,7 +103,7 @@ class Router:
         Raises:
             NoReplicaError: no replica may serve it.
         """
-        endpoints, excluded = eligible_endpoints(self.endpoints.values(), request, now, tried)
+        endpoints, excluded = filter_endpoints_with_reasons(self.endpoints.values(), request, now, tried)
         if not endpoints:
             raise NoReplicaError(f"none of {len(self.endpoints)} replicas may serve this request", reasons=excluded)
         view = self._view(endpoints, request, now)
@@ -119,9 +119,9 @@ class Router:
         view = decision.view
         candidate = decision.candidate if endpoint is None else decision.candidate_of(endpoint)
         chosen = candidate.endpoint
-        cost = chosen.price(view.prompt_tokens, candidate.hit_tokens, view.now)
-        work = PrefillWork.of(view.prompt_tokens, candidate.hit_tokens)
-        flight = RequestFlight(work, cost.prefill, cost.backlog, view.prompt_tokens, _output_estimate(view.request))
+        cost = chosen.prompt_cost(view.num_prompt_tokens, candidate.hit_tokens, view.now)
+        work = PrefillWork.of(view.num_prompt_tokens, candidate.hit_tokens)
+        flight = RequestFlight(work, cost.prefill, cost.backlog, view.num_prompt_tokens, _output_estimate(view.request))
         index = _index_for(chosen, view.request)
         flight.wait_ms = cost.wait * cost.factor
         flight.block_hashes = view.request.prompt.block_hashes(chosen.block_size)
@@ -151,7 +151,7 @@ class Router:
         in_flight.index.record_prefilled(in_flight.reservation, now)
         in_flight.drop_alternatives()
 
-    def record_token(self, in_flight: RoutedInFlight, now: float) -> None:
+    def record_later_token(self, in_flight: RoutedInFlight, now: float) -> None:
         """Record a token event of the answer after its first. A front that forwards streams calls it for each."""
         in_flight.endpoint.load.record_token(in_flight.flight, now)
 
@@ -232,7 +232,7 @@ class Router:
         in_flight.endpoint.load.correct_prefill_work(in_flight.flight, PrefillWork.of(prompt.num_tokens, scaled))
         self.prediction_error += abs(in_flight.candidate.hit_tokens - scaled)
         self.num_reported += 1
-        blocks = reported_cached_blocks(in_flight.endpoint, prompt, usage, in_flight.reservation.hit)
+        blocks = learn_reported_cached_blocks(in_flight.endpoint, prompt, usage, in_flight.reservation.hit)
         in_flight.index.on_hit_reported(
             in_flight.reservation, min(blocks, len(in_flight.reservation.block_hashes)), now
         )
@@ -240,14 +240,16 @@ class Router:
     def _look_for_events(self, endpoint: Endpoint) -> None:
         """Replace an event index without usable events by an approximate one."""
         index = endpoint.index
-        if index.lacks_usable_events:
-            endpoint.index = ApproximateIndex() if index.prompt_based_index is index else index.prompt_based_index
+        if index.relies_on_unusable_events:
+            endpoint.index = (
+                ApproximateIndex() if index.prompt_based_index_or_self is index else index.prompt_based_index_or_self
+            )
             self.num_blind += 1
 
     def _list(self, index: PrefixIndex) -> None:
         """List an index by its first blocks, and the one beside it, if they are new."""
         self._first_blocks.add_index(index)
-        self._first_blocks.add_index(index.prompt_based_index)
+        self._first_blocks.add_index(index.prompt_based_index_or_self)
 
     def _view(self, endpoints: list[Endpoint], request: RoutingRequest, now: float) -> PolicyInput:
         """Return the hit of each replica, and the hash of the first block that none of them has."""
@@ -295,7 +297,9 @@ class Router:
         choice = shadow.rank(decision.view)
         first = choice.ranked[0]
         theirs, ours = (
-            one.endpoint.price(decision.view.prompt_tokens, one.hit_tokens, decision.view.now).expected_ttft_ms
+            one.endpoint.prompt_cost(
+                decision.view.num_prompt_tokens, one.hit_tokens, decision.view.now
+            ).expected_ttft_ms
             for one in (decision.candidate_of(first.name), decision.candidate)
         )
         regret = theirs - ours
@@ -365,7 +369,7 @@ def _index_for(endpoint: Endpoint, request: RoutingRequest) -> PrefixIndex:
     otherwise, has other hashes: for such prompts only the approximate index applies.
     """
     if not request.prompt.exact or request.form in endpoint.miscounted:
-        return endpoint.index.prompt_based_index
+        return endpoint.index.prompt_based_index_or_self
     return endpoint.index
 
 

@@ -65,8 +65,8 @@ class RoutingDecision:
         scores = self.scores
         rows: list[dict[str, Any]] = []
         for candidate in self.choice.ranked:
-            endpoint, prompt = candidate.endpoint, (self.view.prompt_tokens, candidate.hit_tokens)
-            price = endpoint.price(*prompt, self.view.now)
+            endpoint, prompt = candidate.endpoint, (self.view.num_prompt_tokens, candidate.hit_tokens)
+            price = endpoint.prompt_cost(*prompt, self.view.now)
             rows.append(
                 {
                     "endpoint": candidate.name,
@@ -85,7 +85,7 @@ class RoutingDecision:
             "policy": self.policy,
             "endpoint": self.endpoint.name,
             "reason": self.choice.reason,
-            "prompt_tokens": self.view.prompt_tokens,
+            "prompt_tokens": self.view.num_prompt_tokens,
             "candidates": rows,
             "excluded": self.excluded,
             "shadow_policies": {

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headstart.core.cache.hashing import BlockHash, HashChain, extend_block_hashes, pack_tokens, root_hash
+from headstart.core.cache.hashing import BlockHash, HashChain, extend_block_hashes, pack_tokens_as_int32, root_hash
 
 BYTES_PER_UNIT = 4  # bytes of text that count as one token where there is no tokenizer
 
@@ -41,7 +41,7 @@ class RoutingPrompt:
     ) -> None:
         """`chain` computes the hashes (core/cache/hashing.py); None: in Python."""
         self._chain = chain
-        self._token_ids = pack_tokens(token_ids)
+        self._token_ids = pack_tokens_as_int32(token_ids)
         self._root = root
         self._block_hashes: dict[int, list[BlockHash]] = {}
         self.num_tokens = len(self._token_ids)
@@ -79,7 +79,7 @@ class RoutingPrompt:
             return block_hashes
         block_hashes = block_hashes[:]
         extend_block_hashes(
-            block_hashes, self._token_ids + pack_tokens(output)[:-1], block_size, self._root, chain=self._chain
+            block_hashes, self._token_ids + pack_tokens_as_int32(output)[:-1], block_size, self._root, chain=self._chain
         )
         return block_hashes
 

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from headstart import __version__
-from headstart.anthropic.anthropic_objects import VERSION_HEADER, anthropic_model, model_list_page
+from headstart.anthropic.anthropic_objects import VERSION_HEADER, anthropic_model_from_openai, model_list_page
 from headstart.anthropic.messages_request import CountTokensRequest
 from headstart.apis import answer_schemas as schema
 from headstart.apis.answer_schemas import RouteResponseSchemas
@@ -22,7 +22,7 @@ from headstart.apis.api_table import api_of_path
 from headstart.apis.ollama_api import OLLAMA_TREE
 from headstart.apis.openapi import RouteOperation, openapi_document
 from headstart.http.access_record import access_record_of_scope
-from headstart.http.gate import RequestGate
+from headstart.http.gate import AccessMiddleware
 from headstart.http.http_errors import HttpError, error_response, json_response
 from headstart.http.packed_metrics import metrics_content_type
 from headstart.openai import responses
@@ -42,7 +42,7 @@ from headstart.openai.request_json import parse_json_object
 from headstart.openai.tokenizer.handed_tokens import MAX_HANDED_BYTES
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.tool_fields import make_tool_params
-from headstart.openai.value_checks import parse_query_count, raise_invalid_value, safe_repr
+from headstart.openai.value_checks import parse_positive_query_count, raise_invalid_value, safe_repr
 from headstart.page.live_stream import LiveStreams
 from headstart.page.page_files import PageFiles
 from headstart.server.apis.answer_format import ServedApi, check_model_name
@@ -50,7 +50,7 @@ from headstart.server.apis.generation_routes import GenerationRoutes, served_api
 from headstart.server.apis.ollama_format import OllamaRoutes
 from headstart.server.cache_api import cache_schema
 from headstart.server.cache_api.cache_routes import (
-    cache_stats_response,
+    fetch_cache_stats_json,
     recent_bodies_response,
     reuse_explanation_response,
 )
@@ -137,7 +137,7 @@ def build_app(state: ServerState, figures: LiveFigures | None = None) -> ASGIApp
         routes=[Route("/openapi.json", openapi), *table], exception_handlers={HTTPException: _framework_error}
     )
     app.router.redirect_slashes = False
-    return RequestGate(app, state, api_of_path, root_path=state.options.root_path)
+    return AccessMiddleware(app, state, api_of_path, root_path=state.options.root_path)
 
 
 def _guarded(state: ServerState, handler: Handler) -> Handler:
@@ -147,7 +147,7 @@ def _guarded(state: ServerState, handler: Handler) -> Handler:
         try:
             return await handler(request)
         except Exception as error:
-            state.record_error(access_record_of_scope(request.scope), error)
+            state.record_request_error(access_record_of_scope(request.scope), error)
             return error_response(
                 error, api_of_path(request.scope["path"]), access_record_of_scope(request.scope).request_id
             )
@@ -190,7 +190,7 @@ class _Routes:
         name = request.path_params["model_id"]
         check_model_name(name, self._state.loaded_model)
         model = self.card(name)
-        return json_response(anthropic_model(model) if VERSION_HEADER in request.headers else model)
+        return json_response(anthropic_model_from_openai(model) if VERSION_HEADER in request.headers else model)
 
     async def tokenize(self, request: Request) -> Response:
         """Convert a text or a conversation to token ids."""
@@ -220,7 +220,7 @@ class _Routes:
         def work(data: bytes) -> responses.Json:
             body = parse_detokenize(parse_json_object(data, model.bounds.max_numbers), model.bounds)
             check_model_name(body.model, model)
-            return responses.detokenize_response(model.tokenizer.decode(body.token_ids))
+            return responses.detokenization_response(model.tokenizer.decode(body.token_ids))
 
         return json_response(await run_with_body(self._state, request, work))
 
@@ -249,7 +249,7 @@ class _Routes:
         principal = access_record_of_scope(request.scope).principal
         metrics = self._state.loaded_model.metrics
         if "load" in request.query_params:
-            return Response(metrics.expose_load(), media_type=metrics_content_type(""))
+            return Response(metrics.expose_load_metrics(), media_type=metrics_content_type(""))
         sees_all = may_see_store(principal)
         accept = request.headers.get("accept", "") if sees_all else ""  # exemplars are of single requests
         text = metrics.expose(accept, with_tenants=principal.is_admin, with_store=sees_all)
@@ -294,7 +294,7 @@ class _Routes:
 
     async def cache_stats(self, request: Request) -> Response:
         """Counters of the prefix cache since the start, and its current state."""
-        return json_response(await cache_stats_response(self._state, access_record_of_scope(request.scope).principal))
+        return json_response(await fetch_cache_stats_json(self._state, access_record_of_scope(request.scope).principal))
 
     async def explain_request(self, request: Request) -> Response:
         """Explain why a recent request (`request_id`: the id of its response) had no more prefix cache hits."""
@@ -307,7 +307,9 @@ class _Routes:
     async def cache_tree(self, request: Request) -> Response:
         """The published blocks of the prefix cache as a tree of runs (`max_runs`: how many, the largest first)."""
         model, principal = self._state.check_ready(), access_record_of_scope(request.scope).principal
-        max_runs = parse_query_count("max_runs", request.query_params.get("max_runs", str(DEFAULT_RUNS)), MAX_RUNS)
+        max_runs = parse_positive_query_count(
+            "max_runs", request.query_params.get("max_runs", str(DEFAULT_RUNS)), MAX_RUNS
+        )
         return json_response(await self._tree.tree_json(model, principal, max_runs))
 
     async def live(self, request: Request) -> Response:
@@ -350,7 +352,7 @@ def _tokenized(body: TokenizeRequest, tokenizer: Tokenizer, bounds: RequestBound
         messages, tools, _ = chat_for_template(
             body.messages, make_tool_params(body.tools, None, True), tokenizer, bounds
         )
-        text = tokenizer.render_chat(
+        text = tokenizer.render_chat_text(
             messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 from headstart import __version__
-from headstart.bundled import EXAMPLE, bundled_model_folder
+from headstart.bundled import EXAMPLE, bundled_intent_model_folder
 from headstart.config.options import ServerOptions
 from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineInfo
@@ -55,7 +55,7 @@ def startup_banner(
 
 def _example(model: ServedModel) -> tuple[str, dict[str, object]]:
     """Return path and body of a request that the model can answer: its task, a chat, or the beginning of a text."""
-    if Path(model.info.model) == bundled_model_folder():
+    if Path(model.info.model) == bundled_intent_model_folder():
         roles = zip(("system", "user"), EXAMPLE, strict=True)
         messages = [{"role": role, "content": text} for role, text in roles]
         return "/v1/chat/completions", {"messages": messages, "temperature": 0, "max_tokens": 64}

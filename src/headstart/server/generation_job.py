@@ -48,7 +48,7 @@ class ApiRequest:
 
     params: GenerationParams
     requests: list[Request]
-    answer: Callable[..., Any]  # of a GenerationJob and a Head: an AnswerFormat (server/apis/answer_format.py)
+    answer: Callable[..., Any]  # of a GenerationJob and a Head: an AnswerFormatter (server/apis/answer_format.py)
     num_extra_bytes: int = 0  # held by `params` and `answer` until the job ends
     named: Callable[[], AbstractContextManager[None]] = nullcontext  # renames fields in errors raised inside
     diagnosis: AnswerDiagnosis | None = None  # None: the prompt is neither compared nor remembered
@@ -189,7 +189,7 @@ class GenerationJob:
         """Abort unfinished requests, release the lease, and complete the record and the metrics."""
         for _ in self._open:
             self._metrics.record_finished("abort")
-        self._engine.abort(tuple(self._open))
+        self._engine.abort_requests(tuple(self._open))
         self._open.clear()
         self._lease.release()
         usage = self.usage()
@@ -265,7 +265,7 @@ class GenerationJob:
     def _finish(self, index: int, request_id: str, delta: OutputDelta, at: float) -> None:
         self._open.discard(request_id)
         if delta.must_abort:
-            self._engine.abort((request_id,))
+            self._engine.abort_requests((request_id,))
         generation, first = self.generations[index], self._first_token_at[index] or at
         self.record.last_token_at = at
         metrics, trace_id = self._metrics, self._trace_id

@@ -35,7 +35,7 @@ from headstart.openai.sandbox.sandbox_pool import WAIT_SECONDS
 from headstart.openai.structured.dropped_keywords import DROPPED_HEADER, dropped_keywords_header
 from headstart.openai.text.shared_prompt import EchoedPrompt
 from headstart.openai.tokenizer.handed_tokens import split_tokens_from_body
-from headstart.server.apis.answer_format import AnswerFormat, AnswerIdentity, ServedApi
+from headstart.server.apis.answer_format import AnswerFormatter, AnswerIdentity, ServedApi
 from headstart.server.generation_job import ApiRequest, ChoiceDelta, GenerationJob
 from headstart.server.prompt_log import LoggedBody
 from headstart.server.request_limits import check_request_size
@@ -58,7 +58,7 @@ async def generation_response(state: ServerState, api: ServedApi, request: Reque
     asked, prompts = await _prepared(state, api, model, origin, request)
     if record.trace is not None and record.trace.is_sampled:
         record.trace.root.attributes |= _attributes(model, asked, origin.request_id)
-    job = state.admit(asked, prompts, record)
+    job = state.admit_and_submit(asked, prompts, record)
     if job.examined is not None:
         model.doctor.remember_prompt(job.examined)
     form = asked.answer(job, AnswerIdentity(origin.request_id, int(time.time()), model))
@@ -179,7 +179,7 @@ async def _watch(receive: Receive, job: GenerationJob) -> None:
 class _Answer:
     """Builder of the response of one job, whole or as a stream."""
 
-    def __init__(self, state: ServerState, job: GenerationJob, form: AnswerFormat, api: Api) -> None:
+    def __init__(self, state: ServerState, job: GenerationJob, form: AnswerFormatter, api: Api) -> None:
         self._api = api
         self.state = state
         self.job = job
@@ -190,7 +190,7 @@ class _Answer:
         job = self.job
         while not job.is_finished:
             for choice, delta in await job.next_deltas(PING_SECONDS):
-                self._form.collect(choice, delta)
+                self._form.collect_delta(choice, delta)
         if job.diagnosis is not None:
             job.diagnosis.remember()
         if job.num_logprob_entries + len(job.generations) <= LARGE_ANSWER_ENTRIES:
@@ -232,8 +232,8 @@ class _Answer:
         except ClientGoneError:
             raise
         except Exception as error:
-            self.state.record_error(job.record, error)
-            ending = form.failure(error) or self._api.stream_error_events(error, job.record.request_id, 0)
+            self.state.record_request_error(job.record, error)
+            ending = form.failed_stream_events(error) or self._api.stream_error_events(error, job.record.request_id, 0)
         yield ending
 
 

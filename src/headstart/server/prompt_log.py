@@ -8,7 +8,7 @@ import itertools
 from typing import NamedTuple
 
 from headstart.openai.canonical.canonical_body import canonical_body
-from headstart.openai.canonical.nonces import nonce_rule_of_line
+from headstart.openai.canonical.nonces import nonce_rule_of_prompt_line
 from headstart.openai.canonical.prompt_rules import PromptRules
 from headstart.openai.request_json import parse_json_object
 from headstart.openai.responses import Json
@@ -45,16 +45,16 @@ class RecentBodyLog:
         if self.is_on:
             self._bodies.put(tenant, next(self._numbers), kept)
 
-    def bodies(self, tenant: str, last: int) -> list[Json]:
+    def last_bodies_of_tenant(self, tenant: str, last: int) -> list[Json]:
         """Return the last bodies of a tenant, the oldest first, as the rules for prompts leave them."""
-        return [self._listed(body) for body in self._bodies.values(tenant)[-last:]]
+        return [self._listed(body) for body in self._bodies.values_of_tenant(tenant)[-last:]]
 
     def request_diagnosis(self, tenant: str, *, answer_id: str = "", body: Json | None = None) -> list[Json]:
         """Return what differs between a request and an earlier one of the tenant, and what that costs.
 
         The request is the one answered with `answer_id`, or `body`. Empty if it is not kept, or nothing was lost.
         """
-        kept = self._bodies.values(tenant)
+        kept = self._bodies.values_of_tenant(tenant)
         if body is None:
             at = next((index for index, one in enumerate(kept) if one.answer_id == answer_id), None)
             if at is None:
@@ -67,7 +67,7 @@ class RecentBodyLog:
             logged_prompt_of_entry(index + 1, self._listed(one)) for index, one in enumerate(kept[-MAX_COMPARED:])
         ]
         known = [one for one in earlier if one is not None]
-        found = [] if prompt is None else find_costly_differences(prompt, known, nonce_rule_of_line)
+        found = [] if prompt is None else find_costly_differences(prompt, known, nonce_rule_of_prompt_line)
         return [{**finding._asdict(), "message": finding.text} for finding in found]
 
     def _listed(self, kept: LoggedBody) -> Json:

@@ -28,7 +28,7 @@ RESERVED_TOKENS = 256
 MIN_HELD_BYTES = 96 << 20  # of all requests, in addition to the tokens of a full queue and of the KV pool
 
 
-def held_bytes_budget(info: EngineInfo, options: ServerOptions, num_shares: int = 1) -> int:
+def admitted_requests_byte_budget(info: EngineInfo, options: ServerOptions, num_shares: int = 1) -> int:
     """Return the byte budget for admitted requests: twice the KV pool's tokens, a full queue, and MIN_HELD_BYTES.
 
     The latter two are divided by `num_shares`, the number of processes on this machine that hold requests.
@@ -48,7 +48,7 @@ def check_request_size(requests: Sequence[Request], params: GenerationParams, bo
             param="prompt" if params.n == 1 else "n",
             code="request_too_large",
         )
-    num_entries = max_logprob_entries(requests, params)
+    num_entries = num_possible_logprob_entries(requests, params)
     if num_entries > bounds.max_answer_entries:
         raise InvalidRequestError(
             f"the answer could have {num_entries} entries, which are (prompt tokens shown + max_tokens) x "
@@ -59,7 +59,7 @@ def check_request_size(requests: Sequence[Request], params: GenerationParams, bo
         )
 
 
-def max_logprob_entries(requests: Sequence[Request], params: GenerationParams) -> int:
+def num_possible_logprob_entries(requests: Sequence[Request], params: GenerationParams) -> int:
     """Return the maximum number of entries of the response.
 
     Output without log-probabilities does not count: it is plain text and grows no faster than it is computed.

@@ -20,7 +20,7 @@ from headstart.config.options import EngineOptions, ServerOptions
 from headstart.core.errors import ConfigError, DrainingError, EngineDeadError
 from headstart.engine.engine_client import Build, EngineClient
 from headstart.engine.request_recorder import RequestRecorder
-from headstart.engine.wire import decode_stats
+from headstart.engine.wire import stats_from_values
 from headstart.http.decision_log_writer import DecisionLog
 from headstart.http.lifecycle import (
     CUT_SECONDS,
@@ -45,7 +45,7 @@ from headstart.server.cache_api.live_figures import LiveFigures
 from headstart.server.prefix_requests import POLL_SECONDS, WARMING
 from headstart.server.server_state import ServedModel, ServerState
 from headstart.server.statistics import log_statistics_regularly
-from headstart.store.files import read_folder_secret
+from headstart.store.files import read_or_create_folder_secret
 from headstart.store.tiers.tier import derive_key, parse_tier_places, read_shared_secrets
 
 DEAD_SECONDS = 1.0  # a server whose engine died answers 503 for this long, so that clients and probes see it
@@ -102,7 +102,7 @@ class _Run:
             self.log.write_line(f"headstart: {error}")
             return EXIT_CONFIG
         if recording is not None:
-            engine.recorder = RequestRecorder(recording.write)
+            engine.recorder = RequestRecorder(recording.enqueue)
         shutdown = self.shutdown = ShutdownSignals(
             self.options.drain_timeout, self.log, num_requests=lambda: state.num_jobs, on_drain=state.start_draining
         )
@@ -132,7 +132,7 @@ class _Run:
         folder, url = (None, None) if options.kv_store is None else parse_tier_places(options.kv_store)
         if url is not None:  # also beside a folder: the domains are those of all machines
             return derive_key(read_shared_secrets(options.kv_store_secret)[-1], b"domains")
-        return secrets.token_bytes(32) if folder is None else read_folder_secret(folder)
+        return secrets.token_bytes(32) if folder is None else read_or_create_folder_secret(folder)
 
     async def _live(self, state: ServerState, engine: EngineClient) -> int:
         try:
@@ -146,7 +146,7 @@ class _Run:
                 self.log.write_line("headstart: stopped while loading")
                 return EXIT_OK
             store = await self._store_text(engine)
-            state.open(model)
+            state.start_admitting(model)
         except (ConfigError, EngineDeadError) as error:
             self.log.write_line(f"headstart: {error}")
             return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_BROKEN
@@ -163,7 +163,7 @@ class _Run:
 
     async def _store_text(self, engine: EngineClient) -> str | None:
         """Return the banner's text about the store, None without one. Raises EngineDeadError."""
-        stats = decode_stats(await engine.call("cache_stats"))
+        stats = stats_from_values(await engine.call("cache_stats"))
         folder = self.engine_options.kv_store
         return None if stats.store is None or folder is None else store_banner_text(folder, stats.store)
 

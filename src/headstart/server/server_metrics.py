@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import EngineInfo, EngineStats
 from headstart.engine.engine_client import EngineClient
-from headstart.http.packed_metrics import Counter, Histogram, MetricFamilies, expose_metrics, method_label
+from headstart.http.packed_metrics import Counter, Histogram, MetricFamilyFactory, expose_metrics, method_label
 from headstart.http.tracing.tracer import SpanCounts, Tracer
 from headstart.openai.canonical.prompt_rules import PLACEMENT_TEXTS, RULE_TEXTS, AppliedRules
 from headstart.openai.forms.skipped import KNOWN, SkippedCounts, skipped_name_label
@@ -93,7 +93,7 @@ class ServerMetrics:
             str, Mapping[str, int]
         ] = {}  # those in evicted blocks, by the tenant that evicted
 
-    def watch(self, engine: EngineClient) -> None:
+    def register_engine_collectors(self, engine: EngineClient) -> None:
         """Add the engine's own counters and gauges to every scrape."""
         self._of_load.register(_LoadCollector(engine, self._model_name))
         self._registry.register(_EngineCollector(engine, self._model_name))
@@ -145,7 +145,7 @@ class ServerMetrics:
         shown = {self._of_load: True, self._registry: True, self._by_tenant: with_tenants, self._of_store: with_store}
         return expose_metrics(accept, *(registry for registry, is_shown in shown.items() if is_shown))
 
-    def expose_load(self) -> bytes:
+    def expose_load_metrics(self) -> bytes:
         """Return the metrics that routers read every few seconds: all of them take milliseconds."""
         return expose_metrics("", self._of_load)
 
@@ -196,7 +196,7 @@ class _HeartbeatCollector(Collector):
 
     def __init__(self, engine: EngineClient, model_name: str) -> None:
         self._engine = engine
-        self._families = MetricFamilies(model_name, "")
+        self._families = MetricFamilyFactory(model_name, "")
 
 
 class _LoadCollector(_HeartbeatCollector):
@@ -206,11 +206,11 @@ class _LoadCollector(_HeartbeatCollector):
         stats, families = self._engine.stats, self._families
         pool = stats.pool
         usage = 1 - pool.num_free / pool.num_blocks if pool.num_blocks else 0.0
-        yield families.gauge("vllm:num_requests_running", "Sequences in the engine's batch.", stats.num_running)
-        yield families.gauge("vllm:num_requests_waiting", "Requests in the waiting queue.", stats.num_waiting)
-        yield families.gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", usage)
+        yield families.make_gauge("vllm:num_requests_running", "Sequences in the engine's batch.", stats.num_running)
+        yield families.make_gauge("vllm:num_requests_waiting", "Requests in the waiting queue.", stats.num_waiting)
+        yield families.make_gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", usage)
         text = "Prefill tokens, to ideal tokens: 1 is best."
-        yield families.gauge("headstart:prefill_redundancy", text, prefill_redundancy(stats))
+        yield families.make_gauge("headstart:prefill_redundancy", text, prefill_redundancy(stats))
         if self._engine.info is not None:
             yield _cache_config(self._engine.info, families.model)
 
@@ -221,12 +221,12 @@ class _EngineCollector(_HeartbeatCollector):
     def collect(self) -> Iterable[Metric]:
         stats, families = self._engine.stats, self._families
         for field, (name, text) in _COUNTERS.items():
-            yield families.counter(name, text, getattr(stats.counters, field))
-        yield families.counter("headstart:steps", "Steps of the engine.", stats.num_steps)
-        yield families.counter("headstart:step_seconds", "Seconds spent computing.", stats.step_seconds)
-        yield families.gauge("headstart:pinned_blocks", "Blocks of pinned prefixes.", stats.pool.num_pinned)
+            yield families.make_counter(name, text, getattr(stats.counters, field))
+        yield families.make_counter("headstart:steps", "Steps of the engine.", stats.num_steps)
+        yield families.make_counter("headstart:step_seconds", "Seconds spent computing.", stats.step_seconds)
+        yield families.make_gauge("headstart:pinned_blocks", "Blocks of pinned prefixes.", stats.pool.num_pinned)
         age = time.monotonic() - self._engine.last_heard
-        yield families.gauge("headstart:heartbeat_age_seconds", "Seconds since the engine was last heard.", age)
+        yield families.make_gauge("headstart:heartbeat_age_seconds", "Seconds since the engine was last heard.", age)
         yield from self._by_label(stats)
 
     def _by_label(self, stats: EngineStats) -> Iterable[Metric]:
@@ -302,7 +302,7 @@ class PromptRuleCollector(Collector):
     """Requests by the rules that applied and by what was left out; fingerprints and the doctor's sample, if watched."""
 
     def __init__(self, model_name: str) -> None:
-        self._families = MetricFamilies(model_name)
+        self._families = MetricFamilyFactory(model_name)
         self._rules = dict.fromkeys(RULE_TEXTS | PLACEMENT_TEXTS, 0)
         self._skipped = dict.fromkeys(KNOWN, 0)
         self.fingerprints: FingerprintCache | None = None
@@ -324,15 +324,15 @@ class PromptRuleCollector(Collector):
         if self.doctor is None:  # the model is still loading
             return
         text, num_bytes = "Fingerprints of prompts kept for comparisons.", 0 if memory is None else memory.num_bytes
-        yield families.gauge("fingerprints", text, 0 if memory is None else len(memory))
-        yield families.gauge("fingerprint_bytes", "Memory held for fingerprints.", num_bytes)
+        yield families.make_gauge("fingerprints", text, 0 if memory is None else len(memory))
+        yield families.make_gauge("fingerprint_bytes", "Memory held for fingerprints.", num_bytes)
         counts = self.doctor.counts
         text = "Prompt tokens of the sample that was examined."
-        yield families.counter("examined_prompt_tokens", text, counts.prompt_tokens)
+        yield families.make_counter("examined_prompt_tokens", text, counts.prompt_tokens)
         text = "Of those, computed tokens that other prompts with the same text would have spared."
-        yield families.counter("avoidable_tokens", text, counts.avoidable_tokens)
+        yield families.make_counter("avoidable_tokens", text, counts.avoidable_tokens)
         text = "Avoidable tokens by cause: those behind its first occurrence in a prompt, so causes overlap."
         causes = {cause: counts.causes[cause] for cause in CAUSES}
         yield families.labelled_counter("avoidable_tokens_by_cause", text, "cause", causes)
         text = "Avoidable tokens, to all prompt tokens of the sample: 0 is best."
-        yield families.gauge("avoidable_share", text, counts.share or 0.0)
+        yield families.make_gauge("avoidable_share", text, counts.share or 0.0)

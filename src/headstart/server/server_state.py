@@ -16,11 +16,11 @@ from headstart.core.request import Request
 from headstart.engine.engine_client import EngineClient
 from headstart.http.access_record import AccessRecord
 from headstart.http.auth import Authenticator
-from headstart.http.body_reader import HELD_BYTES, BodyReader
-from headstart.http.byte_budget import ByteBudget, is_within_tenant_share
-from headstart.http.http_errors import ClientGoneError, HttpError, error_status_and_body
+from headstart.http.body_reader import HELD_BYTES, BudgetedBodyReader
+from headstart.http.byte_budget import ByteBudget, may_tenant_hold_more
+from headstart.http.http_errors import ClientGoneError, HttpError, error_status_body_headers
 from headstart.http.logs import ServerLog
-from headstart.http.long_work import BlockingWorkRunner, TenantFairSlots
+from headstart.http.long_work import InlineOrThreadRunner, TenantFairSlots
 from headstart.http.tracing.tracer import make_tracer
 from headstart.http.web_pages import WebPageAccess
 from headstart.openai.bounds import RequestBounds
@@ -36,7 +36,7 @@ from headstart.server.generation_job import ApiRequest, GenerationJob
 from headstart.server.prefix_requests import ServerPrefixes
 from headstart.server.prompt_doctor import AvoidableTextEstimator
 from headstart.server.prompt_log import RecentBodyLog
-from headstart.server.request_limits import MIN_HELD_BYTES, bytes_at_admission, held_bytes_budget
+from headstart.server.request_limits import MIN_HELD_BYTES, admitted_requests_byte_budget, bytes_at_admission
 from headstart.server.server_metrics import ServerMetrics
 
 ROUTES = (
@@ -103,8 +103,8 @@ class ServerState:
             label_secret=own,
             host_names=self.pages.names,
         )
-        self.bodies = BodyReader(options.max_body_bytes, HELD_BYTES // num_shares)
-        self.long_work = BlockingWorkRunner()
+        self.bodies = BudgetedBodyReader(options.max_body_bytes, HELD_BYTES // num_shares)
+        self.long_work = InlineOrThreadRunner()
         self.checks = TenantFairSlots(MAX_PROCESSES)  # of grammars
         self.turns = EncodingTurns()
         self.prefixes = ServerPrefixes(engine, self.auth.domain_of_tenant)
@@ -124,7 +124,7 @@ class ServerState:
         name = names[0]
         tokenizer = SegmentedTokenizer(Tokenizer.from_folder(Path(info.model)))
         metrics = ServerMetrics(name, ROUTES)
-        metrics.watch(self.engine)
+        metrics.register_engine_collectors(self.engine)
         if self.tracer is not None:
             metrics.watch_tracer(self.tracer)
         self.engine.on_step = lambda stats: metrics.iteration_tokens.observe(stats.last_batch_tokens)
@@ -139,10 +139,10 @@ class ServerState:
             name, info, tokenizer, bounds, metrics, int(time.time()), grammars, doctor, fingerprints, names
         )
 
-    def open(self, model: ServedModel) -> None:
+    def start_admitting(self, model: ServedModel) -> None:
         """Start to admit requests."""
         self._model = model
-        self._held.max_bytes = held_bytes_budget(model.info, self.options, self._num_shares)
+        self._held.max_bytes = admitted_requests_byte_budget(model.info, self.options, self._num_shares)
         if self.phase is ServerPhase.LOADING:
             self.phase = ServerPhase.READY
 
@@ -151,7 +151,7 @@ class ServerState:
         self.phase = ServerPhase.DRAINING
 
     @property
-    def metrics(self) -> ServerMetrics | None:
+    def metrics_if_loaded(self) -> ServerMetrics | None:
         """The metrics, None until the model is loaded."""
         return None if self._model is None else self._model.metrics
 
@@ -194,7 +194,7 @@ class ServerState:
             return False
         return self._model is None or self.engine.seconds_since_heartbeat_due(now) <= self.options.heartbeat_timeout
 
-    def admit(self, asked: ApiRequest, prompts: list[EchoedPrompt], record: AccessRecord) -> GenerationJob:
+    def admit_and_submit(self, asked: ApiRequest, prompts: list[EchoedPrompt], record: AccessRecord) -> GenerationJob:
         """Submit the requests of one client request to the engine, all or none.
 
         Raises QueueFullError if the waiting queue or the byte budget is full. A full queue takes requests of a tenant
@@ -227,21 +227,21 @@ class ServerState:
         if not self._jobs:
             self.idle.set()
 
-    def record_error(self, record: AccessRecord, error: Exception) -> None:
+    def record_request_error(self, record: AccessRecord, error: Exception) -> None:
         """Set `error` on the request's record, and log it with details if it is not the client's mistake."""
-        _, body, _ = error_status_and_body(error)
+        _, body, _ = error_status_body_headers(error)
         record.error = body["error"]["code"]
         if isinstance(error, RequestFailedError):
             self.log.event("request_failed", {"request_id": record.request_id, "error": str(error)}, level="error")
         elif not isinstance(error, HeadstartError | HttpError | ClientGoneError):
-            self.log.failure("internal_error", error, record.request_id)
+            self.log.log_exception("internal_error", error, record.request_id)
 
-    def count_answer(self, record: AccessRecord) -> bool:
+    def count_and_decide_logging(self, record: AccessRecord) -> bool:
         """Count a finished request; return whether to log its access line."""
-        if self.metrics is not None and record.status is not None:
-            self.metrics.count_answer(record.path, record.method, record.status)
+        if self.metrics_if_loaded is not None and record.status is not None:
+            self.metrics_if_loaded.count_answer(record.path, record.method, record.status)
         access_log = self.options.access_log
-        return record.is_logged(access_log, on_terminal=access_log == "auto" and self.log.is_terminal)
+        return record.should_log(access_log, on_terminal=access_log == "auto" and self.log.is_terminal)
 
     def cancel_all_jobs(self, error: Exception) -> None:
         """Cancel every job with `error`."""
@@ -255,8 +255,8 @@ class ServerState:
             return
         num_tokens = sum(len(request.prompt) for request in requests)
         for waiting, mine, more, limit, what in (
-            (engine.num_waiting, own.num_requests, len(requests), options.max_num_queued_reqs, "requests"),
+            (engine.num_awaiting_first_token, own.num_requests, len(requests), options.max_num_queued_reqs, "requests"),
             (engine.num_waiting_tokens, own.num_tokens, num_tokens, options.max_num_queued_tokens, "prompt tokens"),
         ):
-            if not is_within_tenant_share(waiting, mine, more, limit, len(engine.queued)):
+            if not may_tenant_hold_more(waiting, mine, more, limit, len(engine.queued)):
                 raise QueueFullError(f"{waiting} {what} are waiting and {limit} may: try again later")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from headstart.core.engine import EngineStats
 from headstart.openai.responses import CACHE_SOURCES
 from headstart.server.server_state import ServerState
-from headstart.server.store_metrics import store_statistics_fields
+from headstart.server.store_metrics import store_statistics_changes
 
 MAX_COLUMNS = 120 - len("[r99] ")  # lines of replicas are prefixed with their names
 _UNITS = ("", "k", "M", "G", "T")
@@ -61,7 +61,7 @@ def _fields(last: EngineStats, stats: EngineStats, elapsed: float) -> dict[str, 
         "step_ms": round((stats.step_seconds - last.step_seconds) / steps * 1000, 2) if steps else None,
         "preemptions": since("num_preemptions"),
         "evictions": stats.pool.total_evictions - last.pool.total_evictions,
-        **store_statistics_fields(last, stats),
+        **store_statistics_changes(last, stats),
     }
 
 

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineStats
 from headstart.http.auth import Principal
-from headstart.http.packed_metrics import MetricFamilies
+from headstart.http.packed_metrics import MetricFamilyFactory
 from headstart.openai.responses import Json
 from headstart.store.disk import MISSES
 from headstart.store.writer import LOST
@@ -27,7 +27,7 @@ class StoreCollector(Collector):
 
     def __init__(self, latest: Callable[[], EngineStats], model_name: str) -> None:
         self._latest = latest
-        self._families = MetricFamilies(model_name, "headstart:kv_store_")
+        self._families = MetricFamilyFactory(model_name, "headstart:kv_store_")
 
     def collect(self) -> Iterable[Metric]:
         stats = self._latest()
@@ -35,29 +35,33 @@ class StoreCollector(Collector):
         if store is None:
             return
         families = self._families
-        yield families.gauge("blocks", "Blocks in the store that this model could load.", store.num_blocks)
-        yield families.gauge("bytes", "Bytes of all files in its folder.", store.num_bytes)
-        yield families.gauge("max_bytes", "Current limit of kv_store_bytes, lower on a full disk.", store.max_bytes)
-        yield families.gauge("segments", "Files with blocks in its folder.", store.num_segments)
-        yield families.gauge("pending_blocks", "Blocks waiting to be written.", store.num_pending)
-        yield families.gauge("pending_seconds", "Since the first of them was computed.", store.pending_seconds)
-        yield families.gauge("loading_blocks", "Blocks being loaded from the store.", stats.pool.num_loading)
-        yield families.gauge("degraded", "1 while the store is not used, in full or in part.", bool(store.degraded))
-        yield families.counter("degradations", "Times that the store became degraded.", store.num_degraded)
-        yield families.counter("loaded_blocks", "Blocks loaded.", store.loaded_blocks)
-        yield families.counter("loaded_bytes", "Bytes loaded.", store.loaded_bytes)
-        yield families.counter("written_blocks", "Blocks written.", store.written_blocks)
-        yield families.counter("written_bytes", "Bytes written.", store.written_bytes)
-        yield families.counter("evicted_blocks", "Blocks evicted for space.", store.evicted_blocks)
+        yield families.make_gauge("blocks", "Blocks in the store that this model could load.", store.num_blocks)
+        yield families.make_gauge("bytes", "Bytes of all files in its folder.", store.num_bytes)
+        yield families.make_gauge(
+            "max_bytes", "Current limit of kv_store_bytes, lower on a full disk.", store.max_bytes
+        )
+        yield families.make_gauge("segments", "Files with blocks in its folder.", store.num_segments)
+        yield families.make_gauge("pending_blocks", "Blocks waiting to be written.", store.num_pending)
+        yield families.make_gauge("pending_seconds", "Since the first of them was computed.", store.pending_seconds)
+        yield families.make_gauge("loading_blocks", "Blocks being loaded from the store.", stats.pool.num_loading)
+        yield families.make_gauge(
+            "degraded", "1 while the store is not used, in full or in part.", bool(store.degraded)
+        )
+        yield families.make_counter("degradations", "Times that the store became degraded.", store.num_degraded)
+        yield families.make_counter("loaded_blocks", "Blocks loaded.", store.loaded_blocks)
+        yield families.make_counter("loaded_bytes", "Bytes loaded.", store.loaded_bytes)
+        yield families.make_counter("written_blocks", "Blocks written.", store.written_blocks)
+        yield families.make_counter("written_bytes", "Bytes written.", store.written_bytes)
+        yield families.make_counter("evicted_blocks", "Blocks evicted for space.", store.evicted_blocks)
         yield families.labelled_counter(
             "misses", "Loads that ended early, and damage found.", "reason", failed_loads_by_reason(store)
         )
         lost = "Blocks that were to be written and were not."
         yield families.labelled_counter("lost_writes", lost, "reason", lost_writes_by_reason(store))
-        yield families.gauge("load_bytes_per_second", "While loading; 0: not measured.", store.load_bytes_per_s)
-        yield families.gauge("write_bytes_per_second", "While writing; 0: not measured.", store.write_bytes_per_s)
+        yield families.make_gauge("load_bytes_per_second", "While loading; 0: not measured.", store.load_bytes_per_s)
+        yield families.make_gauge("write_bytes_per_second", "While writing; 0: not measured.", store.write_bytes_per_s)
         text = "Computing, which loading competes with; 0: not measured."
-        yield families.gauge("compute_tokens_per_second", text, stats.compute_tokens_per_s)
+        yield families.make_gauge("compute_tokens_per_second", text, stats.compute_tokens_per_s)
 
 
 def failed_loads_by_reason(store: StoreStats) -> dict[str, int]:
@@ -98,7 +102,7 @@ def store_stats_json(stats: EngineStats) -> Json | None:
     }
 
 
-def store_statistics_fields(last: EngineStats, stats: EngineStats) -> dict[str, object]:
+def store_statistics_changes(last: EngineStats, stats: EngineStats) -> dict[str, object]:
     """Return the store's part of a statistics line: the changes since `last`; {} without a store."""
     store, before = stats.store, last.store or StoreStats()
     if store is None:

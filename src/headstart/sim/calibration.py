@@ -80,7 +80,7 @@ class StepFit:
     num_samples: int
     num_held_out: int
 
-    def errors(self) -> dict[str, float]:
+    def error_summary(self) -> dict[str, float]:
         """Return the errors as plain values."""
         return {"p50": self.error_p50, "p90": self.error_p90, "total": self.error_total}
 
@@ -214,14 +214,14 @@ def run_calibration(setup: EngineSetup, config: CalibrationConfig, bar: Progress
     if config.out is not None and (config.out.suffix != ".json" or not config.out.parent.is_dir()):
         raise ConfigError(f"--out {config.out}: name a .json file in a folder that exists")
     options = setup.options(num_blocks=config.blocks)
-    bar.stage("loading the model")
+    bar.start_stage("loading the model")
     with closing(EngineRunner.from_setup(setup, options)) as runner:
         samples = measure_rounds(runner, config, Random(setup.seed), bar)
-        bar.stage(f"fitting {len(samples):,} steps")
+        bar.start_stage(f"fitting {len(samples):,} steps")
         fit = fit_step_cost(samples)
         profile = _profile(setup.label, fit, runner.info, options)
         if config.out is not None:
-            write_profile_file(profile, config.out, fit.errors())
+            write_profile_file(profile, config.out, fit.error_summary())
         check = check_calibrated_profile(runner, profile, config.checked, Random(f"{setup.seed}/check"), bar)
         return _report(setup, config, fit, check, runner.info)
 
@@ -235,7 +235,7 @@ def measure_rounds(
     numbers = count()
     samples: list[StepSample] = []
     for at_once in config.concurrencies:
-        bar.stage(f"measuring steps with {at_once} requests at a time", config.requests * at_once)
+        bar.start_stage(f"measuring steps with {at_once} requests at a time", config.requests * at_once)
         recorder.works.clear()
         prompts = _prompts(runner.info, config, config.requests * at_once, rng)
         sampling = SamplingParams(max_tokens=config.output, temperature=0.0)
@@ -297,7 +297,7 @@ def _report(
         {
             "cost": {"shape": "sum", **{name: getattr(cost, name) for name in SHAPE}},
             "noise": fit.noise,
-            "error": fit.errors(),
+            "error": fit.error_summary(),
             "check": check.to_document(),
             "samples": fit.num_samples,
             "held_out": fit.num_held_out,
@@ -324,12 +324,12 @@ def check_calibrated_profile(
 ) -> CalibrationCheck:
     """Return what the simulator predicts for a new workload, and what the engine then does with it."""
     jobs = _jobs(runner.info, num_requests, rng)
-    bar.stage("searching a rate of requests by simulation", HALVINGS)
+    bar.start_stage("searching a rate of requests by simulation", HALVINGS)
     rate = _rate(jobs, profile, bar)
     due = [Job(job.prompt, job.output, job.at / rate) for job in jobs]
-    predicted = SimulationConfig(profile, 1).run_workload([request_from_job(job) for job in due])
-    bar.stage("checking the profile on an unseen workload", num_requests)
-    runner.clear_prefix_cache()
+    predicted = SimulationConfig(profile, 1).run_new_fleet([request_from_job(job) for job in due])
+    bar.start_stage("checking the profile on an unseen workload", num_requests)
+    runner.try_clear_prefix_cache()
     trial = runner.run(due, bar=bar)
     return CalibrationCheck(rate, _figures(trial.records), _figures([one.record for one in predicted.records]))
 
@@ -354,7 +354,7 @@ def _rate(jobs: Sequence[Job], profile: ReplicaProfile, bar: ProgressBar) -> flo
     for _ in range(HALVINGS):
         middle = (low * high) ** 0.5
         asked = [SimRequest(job.at / middle, len(job.prompt), job.output, token_ids=job.prompt) for job in jobs]
-        if fleet_report(SimulationConfig(profile, 1).run_workload(asked)).busy < BUSY:
+        if fleet_report(SimulationConfig(profile, 1).run_new_fleet(asked)).busy < BUSY:
             low = middle
         else:
             high = middle

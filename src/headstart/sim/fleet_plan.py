@@ -14,7 +14,7 @@ from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportTable
 from headstart.sim.fleet_sweep import expand_policies
 from headstart.sim.profile import ReplicaProfile
-from headstart.sim.profile_file import load_profile
+from headstart.sim.profile_file import resolve_profile
 from headstart.sim.scenario import NOTHING_HAPPENS, read_scenario
 from headstart.sim.sim_fleet import VirtualFleet
 from headstart.sim.sim_report import FleetReport, fleet_report
@@ -25,7 +25,7 @@ from headstart.workload.slo import LatenessEarlyStop, Slo
 
 
 @dataclass(frozen=True, slots=True)
-class FleetSize:
+class SmallestFleet:
     """The result for one policy. `replicas` None: not even the largest fleet meets the SLO."""
 
     policy: str
@@ -47,7 +47,7 @@ def smallest_fleet(
     base: SimulationConfig,
     limits: PlanLimits,
     on_run: Callable[[str, int, bool], None] = lambda policy, replicas, holds: None,
-) -> FleetSize:
+) -> SmallestFleet:
     """Return the smallest number of replicas of `base` that meets the SLO. `on_run`: called after every run."""
     tried: dict[int, FleetReport] = {}
 
@@ -60,7 +60,7 @@ def smallest_fleet(
     low, high = 0, 1  # `low` replicas do not meet it
     while not holds(high):
         if high == limits.max_replicas:
-            return FleetSize(base.policy, None, None, len(tried))
+            return SmallestFleet(base.policy, None, None, len(tried))
         low, high = high, min(2 * high, limits.max_replicas)
     while high - low > 1:
         middle = (low + high) // 2
@@ -68,7 +68,7 @@ def smallest_fleet(
             high = middle
         else:
             low = middle
-    return FleetSize(base.policy, high, tried[high], len(tried))
+    return SmallestFleet(base.policy, high, tried[high], len(tried))
 
 
 def _run(requests: Sequence[SimRequest], simulation: SimulationConfig, slo: Slo) -> VirtualFleet:
@@ -107,19 +107,19 @@ class PlanConfig:
 
 def run_fleet_plan(config: PlanConfig, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Search the smallest fleet of every policy. Raises ConfigError for names and files that cannot be."""
-    profile = load_profile(config.profile)
+    profile = resolve_profile(config.profile)
     scenario = read_scenario(config.scenario) if config.scenario is not None else NOTHING_HAPPENS
     requests = config.workload(config.speed, config.seed)
     limits = PlanLimits(config.slo, config.max_replicas)
-    found: list[tuple[int, FleetSize]] = []  # with the KV blocks of a replica
+    found: list[tuple[int, SmallestFleet]] = []  # with the KV blocks of a replica
     sizes = _pool_sizes(config, profile, requests)
     for size, policy in product(sizes, expand_policies(config.policies)):
         label = f"{policy}, {size:,} blocks" if len(sizes) > 1 else policy
-        bar.stage(label)
+        bar.start_stage(label)
         base = SimulationConfig(replace(profile, num_blocks=size), policy=policy, seed=config.seed, scenario=scenario)
 
         def on_run(policy: str, replicas: int, holds: bool, label: str = label) -> None:
-            bar.stage(f"{label}: {replicas} replicas {'meet' if holds else 'miss'} the limits")
+            bar.start_stage(f"{label}: {replicas} replicas {'meet' if holds else 'miss'} the limits")
 
         found.append((size, smallest_fleet(requests, base, limits, on_run)))
     meeting = [pair for pair in found if pair[1].replicas is not None]
@@ -155,17 +155,17 @@ def _pool_sizes(config: PlanConfig, profile: ReplicaProfile, requests: Sequence[
     return [blocks or profile.num_blocks for blocks in config.blocks] + shares
 
 
-def _rank(one: FleetSize) -> tuple[int, float]:
+def _rank(one: SmallestFleet) -> tuple[int, float]:
     assert one.replicas is not None and one.report is not None
     return one.replicas, -one.report.attained
 
 
-def _document(one: FleetSize) -> dict[str, Any]:
+def _document(one: SmallestFleet) -> dict[str, Any]:
     values = {} if one.report is None else one.report.values()
     return {"policy": one.policy, "replicas": one.replicas, "runs": one.num_runs, **values}
 
 
-def _sheet(config: PlanConfig, found: Sequence[tuple[int, FleetSize]]) -> ReportTable:
+def _sheet(config: PlanConfig, found: Sequence[tuple[int, SmallestFleet]]) -> ReportTable:
     keys = ("attained", "goodput", "ttft_p90_ms", "tpot_p90_ms", "e2e_p90_ms", "hit_rate")
     rows = []
     for size, one in found:

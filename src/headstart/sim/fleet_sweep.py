@@ -12,11 +12,11 @@ from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTab
 from headstart.router.policies.policy_table import make_policy, policy_names
 from headstart.sim.oracle_policy import ORACLE
 from headstart.sim.profile import ReplicaProfile
-from headstart.sim.profile_file import load_profile
+from headstart.sim.profile_file import resolve_profile
 from headstart.sim.scenario import NOTHING_HAPPENS, read_scenario
 from headstart.sim.sim_workload import prompt_block_paths
 from headstart.sim.sweep import MakeRequests, PointResult, SettingsGrid, SimulationConfig, SweepOptions, run_sweep
-from headstart.workload.belady import belady_hits, infinite_cache_hits
+from headstart.workload.belady import belady_hits_per_request, infinite_cache_hits
 from headstart.workload.block_paths import BlockPaths
 from headstart.workload.slo import Slo
 
@@ -76,7 +76,7 @@ def run_fleet_sweep(config: SweepConfig, bar: ProgressBar = QUIET) -> BenchmarkR
     scenario = read_scenario(config.scenario) if config.scenario is not None else NOTHING_HAPPENS
     base = SimulationConfig(profiles[0], routers=config.routers, seed=config.seed, scenario=scenario)
     points = list(SettingsGrid(profiles, config.replicas, policies, config.speeds).points(base))
-    bar.stage(f"{len(points)} combinations, {config.seeds} seeds", len(points) * config.seeds)
+    bar.start_stage(f"{len(points)} combinations, {config.seeds} seeds", len(points) * config.seeds)
     options = SweepOptions(config.seeds, config.jobs, config.slo)
     results = run_sweep(points, config.workload, options, lambda point, count: bar.advance())
     means = [{**one.mean_figures(), "redundancy_bound": bounds.redundancy(one.point.simulation)} for one in results]
@@ -136,13 +136,13 @@ class _Bounds:
         if key not in self._found:
             paths = self.paths(profile.block_size)
             least = paths.computed_tokens(infinite_cache_hits(paths.paths))
-            self._found[key] = paths.computed_tokens(belady_hits(paths.paths, key[1])) / least
+            self._found[key] = paths.computed_tokens(belady_hits_per_request(paths.paths, key[1])) / least
         return self._found[key]
 
 
 def _profiles(name: str, config: SweepConfig, bounds: _Bounds) -> list[ReplicaProfile]:
     """Return a profile with each pool size and eviction policy."""
-    profile = load_profile(name)
+    profile = resolve_profile(name)
     for eviction in config.evictions:
         if eviction not in EVICTION_POLICIES:
             raise ConfigError(f"there is no eviction policy {eviction!r}; there are {', '.join(EVICTION_POLICIES)}")

@@ -35,13 +35,13 @@ class OraclePolicy(Policy):
         size = replica.profile.block_size
         block_hashes = view.request.prompt.block_hashes(size)
         queue = ReplicaQueue(replica)
-        cached = min(queue.num_cached_blocks(block_hashes) * size, view.prompt_tokens - 1)
-        new = queue.tokens + view.prompt_tokens - cached
-        pairs = queue.pairs + (view.prompt_tokens - cached) * (view.prompt_tokens + cached) / 2
+        cached = min(queue.num_cached_blocks(block_hashes) * size, view.num_prompt_tokens - 1)
+        new = queue.tokens + view.num_prompt_tokens - cached
+        pairs = queue.pairs + (view.num_prompt_tokens - cached) * (view.num_prompt_tokens + cached) / 2
         num_steps = -(-new // replica.profile.max_batched_tokens)
         step = StepWork(queue.streams, queue.resident, round(new / num_steps), pairs / num_steps)
         seconds = num_steps * replica.profile.cost.seconds(step) * replica.speed.factor
-        blocks = -(-view.prompt_tokens // size) - cached // size
+        blocks = -(-view.num_prompt_tokens // size) - cached // size
         return max(replica.step_ends - view.now, 0.0) + seconds + queue.block_wait_seconds(blocks)
 
 

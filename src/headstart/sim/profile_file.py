@@ -127,7 +127,7 @@ def _datasheet_cost(shape: ModelDatasheet, gpu: GpuDatasheet, count: int) -> Roo
     )
 
 
-def load_profile(name: str) -> ReplicaProfile:
+def resolve_profile(name: str) -> ReplicaProfile:
     """Return a profile by name (reference, serial, MODEL@GPU) or from a .json file.
 
     `NAME+padded`, `NAME+superlinear` and `NAME+roofline` are the same profile with another shape of step cost. Raises

@@ -199,7 +199,7 @@ def _names(where: str, value: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-class ScenarioRun:
+class ScenarioEventRunner:
     """The events of one run. `make` makes replicas that join later."""
 
     def __init__(self, scenario: FleetScenario, fleet: VirtualFleet, make: MakeReplica) -> None:
@@ -236,7 +236,7 @@ class ScenarioRun:
         for index, name in enumerate(names):
             replica = fleet.replicas[name]
             if event.kind == "stop" and replica.is_up:
-                fleet.stop(name, now)
+                fleet.stop_replica(name, now)
             elif event.kind == "restart":
                 fleet.restart(name, now)
             elif event.kind == "drain":

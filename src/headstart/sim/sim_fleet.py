@@ -196,9 +196,9 @@ class VirtualFleet:
         for router in self.routers:
             router.add(make_endpoint(replica))
 
-    def stop(self, name: str, now: float) -> None:
+    def stop_replica(self, name: str, now: float) -> None:
         """Stop a replica at once: its requests break off, and new ones are refused until it is restarted."""
-        self.replicas[name].stop(now)
+        self.replicas[name].kill(now)
         lost = [call for call in self._calls.values() if call.replica is not None and call.replica.name == name]
         for call in lost:
             self._broken(call, now)
@@ -213,7 +213,7 @@ class VirtualFleet:
 
     def remove(self, name: str, now: float) -> None:
         """Stop a replica and remove it from every router; its figures stay."""
-        self.stop(name, now)
+        self.stop_replica(name, now)
         for router in self.routers:
             router.remove(name)
 
@@ -302,7 +302,7 @@ class VirtualFleet:
         call = self._calls[output.request_id]
         if self.options.relays_tokens and call.first_token is not None:
             assert call.in_flight is not None
-            call.router.record_token(call.in_flight, now)
+            call.router.record_later_token(call.in_flight, now)
         if output.breakdown is not None or output.finish_reason is not None:
             self._first_or_last(call, output, now)
 

@@ -196,14 +196,14 @@ class SimReplica:
 
     def flush(self) -> None:
         """Clear the prefix cache; requests in flight continue."""
-        self.pool.clear()
+        self.pool.clear_published()
 
-    def stop(self, now: float) -> None:
+    def kill(self, now: float) -> None:
         """Stop at once: requests, queue and cache are lost, and it refuses requests until `restart`."""
         self._up_seconds = self.up_seconds(now)
         self.is_up = False
         self.epoch += 1
-        self._before, self._evictions_before = self.counters(), self.num_evictions
+        self._before, self._evictions_before = self.counters(), self.num_capacity_evictions
         self._start()
 
     def restart(self, now: float) -> None:
@@ -224,14 +224,14 @@ class SimReplica:
         )
 
     @property
-    def num_evictions(self) -> int:
+    def num_capacity_evictions(self) -> int:
         """Published blocks evicted for lack of space, since the start of the simulation."""
-        return self._evictions_before + self.pool.num_evictions
+        return self._evictions_before + self.pool.num_capacity_evictions
 
     def report(self, now: float) -> ReplicaReport:
         """Return the state that a probe reads: queue lengths and the share of blocks in use."""
         pool = self.pool
-        used = pool.num_usable - pool.num_free - pool.num_pinned_idle
+        used = pool.usable_capacity - pool.num_free - pool.num_pinned_idle
         return ReplicaReport(
-            at=now, waiting=self.num_waiting, running=self.num_running, kv_usage=used / pool.num_usable
+            at=now, waiting=self.num_waiting, running=self.num_running, kv_usage=used / pool.usable_capacity
         )

@@ -77,7 +77,7 @@ def requests_from_trace(trace: Trace, *, speed: float = 1.0) -> list[SimRequest]
             )
             for row, ids in zip(trace.requests, _as_tokens(rows), strict=True)
         ]
-    jobs = trace.jobs(1 << 30, 0, speed=speed)
+    jobs = trace.to_jobs(1 << 30, 0, speed=speed)
     sessions = (row.session or None for row in trace.requests)
     return [request_from_job(job, session) for job, session in zip(jobs, sessions, strict=True)]
 

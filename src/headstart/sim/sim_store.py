@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from math import inf
 
-from headstart.core.cache.block_store import BlockKey, BlockSource, LoadedBlocks, StoreStats
+from headstart.core.cache.block_store import BlockKey, BlockLoadPart, BlockSource, StoreStats
 from headstart.core.cache.hashing import BlockHash
 
 BLOCK_CONTENT = b"\0"
@@ -35,7 +35,7 @@ class SimStore:
         self.num_loaded = 0  # blocks
         self._block_size = block_size
         self._blocks: OrderedDict[BlockHash, None] = OrderedDict()
-        self._loads: deque[tuple[float, LoadedBlocks]] = deque()  # (ready at, blocks), in order of time
+        self._loads: deque[tuple[float, BlockLoadPart]] = deque()  # (ready at, blocks), in order of time
         self._free_at = 0.0
         self._num_loads = 0
         self._num_evicted = 0
@@ -45,7 +45,7 @@ class SimStore:
         """The time at which the next load is complete; inf: there is none."""
         return self._loads[0][0] if self._loads else inf
 
-    def start_writing(self, source: BlockSource) -> None:
+    def set_block_source(self, source: BlockSource) -> None:
         """Do nothing: blocks have no content to read."""
 
     def contains(self, block_hash: BlockHash) -> bool:
@@ -61,24 +61,24 @@ class SimStore:
         num = sum(1 for _ in takewhile(lambda key: key.block_hash in self._blocks, keys))
         self._num_loads += 1
         self._free_at = max(self.now, self._free_at) + self._seconds(num)
-        self._loads.append((self._free_at, LoadedBlocks(self._num_loads, (BLOCK_CONTENT,) * num, is_last=True)))
+        self._loads.append((self._free_at, BlockLoadPart(self._num_loads, (BLOCK_CONTENT,) * num, is_last=True)))
         return self._num_loads
 
     def cancel_load(self, load_id: int, *, is_late: bool) -> None:
         """Drop a load; its transfer still takes its time."""
         self._loads = deque(entry for entry in self._loads if entry[1].load_id != load_id)
 
-    def poll_loads(self) -> list[LoadedBlocks]:
-        found: list[LoadedBlocks] = []
+    def poll_loads(self) -> list[BlockLoadPart]:
+        found: list[BlockLoadPart] = []
         while self._loads and self._loads[0][0] <= self.now:
             found.append(self._loads.popleft()[1])
             self.num_loaded += len(found[-1].data)
         return found
 
-    def release_loaded(self, loaded: LoadedBlocks) -> None:
+    def release_loaded(self, loaded: BlockLoadPart) -> None:
         """Do nothing: there is no buffer."""
 
-    def wait_for_loads(self, timeout: float) -> None:
+    def wait_for_any_load(self, timeout: float) -> None:
         """Do nothing: the replica advances the time to `next_load_ready_at`."""
 
     def offer_block(self, block: int, version: int, key: BlockKey) -> None:

@@ -13,7 +13,7 @@ from headstart.core.errors import ConfigError
 from headstart.router.decision_log import NAME_BYTES, DecisionRecord
 from headstart.sim.sim_request import SimRequest, requests_from_trace
 from headstart.workload.block_paths import BlockPaths
-from headstart.workload.recorded.trace_files import read_trace_file
+from headstart.workload.recorded.trace_files import read_trace_path
 from headstart.workload.synthetic import poisson_arrivals
 from headstart.workload.traces import CHAIN_BLOCK, check_traced_request, check_workload_duration
 
@@ -46,7 +46,7 @@ SYNTHETIC = {
 
 def read_trace_requests(path: Path, *, speed: float = 1.0, skip: int = 0, count: int = 0) -> list[SimRequest]:
     """Return `count` requests of a trace file after the first `skip` (0: all), from time 0. Raises ConfigError."""
-    return slice_requests(requests_from_trace(read_trace_file(path), speed=speed), skip, count)
+    return slice_and_rebase_requests(requests_from_trace(read_trace_path(path), speed=speed), skip, count)
 
 
 def read_decision_log_requests(path: Path, *, speed: float = 1.0, skip: int = 0, count: int = 0) -> list[SimRequest]:
@@ -64,7 +64,7 @@ def read_decision_log_requests(path: Path, *, speed: float = 1.0, skip: int = 0,
     records.sort(key=lambda record: record.at)
     numbers: dict[str, int] = {}
     found = [_of_decision(record, numbers, records[0].at, speed) for record in records]
-    return slice_requests(found, skip, count)
+    return slice_and_rebase_requests(found, skip, count)
 
 
 def _decision(path: Path, number: int, line: str) -> DecisionRecord:
@@ -96,7 +96,7 @@ def _of_decision(record: DecisionRecord, numbers: dict[str, int], start: float, 
     )
 
 
-def slice_requests(requests: Sequence[SimRequest], skip: int, count: int) -> list[SimRequest]:
+def slice_and_rebase_requests(requests: Sequence[SimRequest], skip: int, count: int) -> list[SimRequest]:
     """Return `count` requests after the first `skip`, the first of them at time 0. Raises ConfigError for none."""
     found = list(requests[skip : skip + count if count else None])
     if not found:

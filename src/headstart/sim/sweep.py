@@ -12,7 +12,7 @@ from headstart.router.policies.policy_table import make_policy
 from headstart.router.router import Router
 from headstart.sim.oracle_policy import ORACLE, OraclePolicy
 from headstart.sim.profile import ReplicaProfile
-from headstart.sim.scenario import NOTHING_HAPPENS, FleetScenario, ScenarioRun
+from headstart.sim.scenario import NOTHING_HAPPENS, FleetScenario, ScenarioEventRunner
 from headstart.sim.sim_fleet import DEFAULTS, FleetOptions, SimRecord, VirtualFleet, make_endpoint
 from headstart.sim.sim_replica import SimReplica
 from headstart.sim.sim_report import FleetReport, fleet_report
@@ -59,13 +59,13 @@ class SimulationConfig:
             for one in found:
                 router.add(make_endpoint(one, self.believed_blocks))
             routers.append(router)
-        ScenarioRun(self.scenario, fleet, new_replica)
+        ScenarioEventRunner(self.scenario, fleet, new_replica)
         return fleet
 
     def _policy(self, replicas: Mapping[str, SimReplica]) -> Policy:
         return OraclePolicy(replicas) if self.policy == ORACLE else make_policy(self.policy)
 
-    def run_workload(
+    def run_new_fleet(
         self, requests: Sequence[SimRequest], on_record: Callable[[SimRecord], None] | None = None
     ) -> VirtualFleet:
         """Run the workload; return the fleet in its final state."""
@@ -167,7 +167,7 @@ def run_sweep(
 def run_point_seed(point: GridPoint, seed: int, make: MakeRequests, slo: Slo) -> FleetReport:
     """Run one point with one seed."""
     simulation = replace(point.simulation, seed=point.simulation.seed + seed)
-    return fleet_report(simulation.run_workload(make(point.speed, simulation.seed)), slo)
+    return fleet_report(simulation.run_new_fleet(make(point.speed, simulation.seed)), slo)
 
 
 def _mean(values: list[Any]) -> Any:

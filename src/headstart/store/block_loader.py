@@ -80,7 +80,7 @@ class BlockLoader:
         self.done.append(piece)
         self.has_done.set()
 
-    def give_back(self, buffer: bytearray) -> None:
+    def release_buffer(self, buffer: bytearray) -> None:
         """Release a piece's buffer for reuse."""
         self._free.put(buffer)
 
@@ -90,8 +90,8 @@ class BlockLoader:
 
     def fault_descriptions(self, now: float) -> list[str]:
         """Return descriptions of the current faults."""
-        if self.health.text:
-            return [self.health.text]
+        if self.health.failure_text:
+            return [self.health.failure_text]
         since = now - self._reading_since
         return [f"{self.health.side}: no answer for {since:.0f} s"] if self.is_overdue(now) else []
 
@@ -140,7 +140,7 @@ class BlockLoader:
         """Read one piece; return the result and the seconds it took."""
         began = self._reading_since = self._clock()
         try:
-            found = self._catalog.read(keys, memoryview(buffer), ahead)
+            found = self._catalog.read_blocks_until_miss(keys, memoryview(buffer), ahead)
             error = found.error
         except Exception as mistake:  # an internal error: it must not end the thread
             write_stderr_line(traceback.format_exc())
@@ -151,7 +151,7 @@ class BlockLoader:
             self.health.record_success(now)
         else:
             self._last_failed = keys[found.num_blocks]
-            self.health.failed(describe_error(error), now)
+            self.health.record_failure(describe_error(error), now)
         return found, now - began
 
     def _retry(self) -> None:

@@ -33,7 +33,7 @@ MAX_PINNED_SHARE = 7 / 8
 """A segment with a larger share of pinned blocks is not worth evicting."""
 
 
-class SegmentEviction:
+class SegmentEvictor:
     """Keeps the files of one folder within a number of bytes. One thread of one process at a time, under a file lock.
 
     Of a victim's blocks the pinned ones are moved, always, and those used since they were written, the most recently
@@ -53,7 +53,7 @@ class SegmentEviction:
         self._folder, self._index, self._files, self._size, self._write = folder, index, files, size, write
         self.max_bytes = size
 
-    def room(self) -> int:
+    def update_writable_bytes(self) -> int:
         """Return the bytes that may still be written, by the configured size and the disk's space. Raises OSError."""
         space = self._files.space(self._folder.path)
         reserve, num_bytes = min(RESERVE_BYTES, space.total // 20), self._folder.num_bytes
@@ -67,9 +67,9 @@ class SegmentEviction:
         """
         self._folder.scan()
         for attempt in range(LOCK_TRIES):
-            if self.room() >= needed:
+            if self.update_writable_bytes() >= needed:
                 return 0
-            lock = self._files.lock(self._folder.path / "lock")
+            lock = self._files.try_lock(self._folder.path / "lock")
             if lock is not None:
                 try:
                     return self._evict(needed, own, kept)
@@ -85,18 +85,18 @@ class SegmentEviction:
         self._folder.delete_abandoned_files()
         for is_last_resort in (False, True):
             for name in victims:
-                if self.room() >= needed:
+                if self.update_writable_bytes() >= needed:
                     return given_up
                 if self._may_delete(name, kept, is_last_resort):
                     given_up += self._folder.unlink(name)
-        if self.room() < needed and own and self._may_delete(own, kept, is_last_resort=True):
+        if self.update_writable_bytes() < needed and own and self._may_delete(own, kept, is_last_resort=True):
             given_up += self._folder.unlink(own)
-        if self.room() < needed:
+        if self.update_writable_bytes() < needed:
             raise OSError(errno.ENOSPC, f"the store has no space for {needed} bytes beside the pinned blocks")
         return given_up
 
     def _oldest_first(self, entries: dict[str, FileEntry], own: str) -> list[str]:
-        now = self._files.mtime_now()
+        now = self._files.mtime_clock_now()
         mtimes = {name: entry.mtime for name, entry in entries.items() if name != own}
         for name, mtime in mtimes.items():
             if mtime > now + STALE_SECONDS:  # set by another clock: it would stay the most recent for that long
@@ -160,7 +160,7 @@ class SegmentCatalog:
         self._shape, self._files = shape, files or FileSystemCalls()
         self._index = SlotIndex()
         self._folder = SegmentFolder(folder.resolve(), shape, self._files, self._index, clock)
-        self._eviction = SegmentEviction(self._folder, self._index, self._files, max_bytes, self._write)
+        self._eviction = SegmentEvictor(self._folder, self._index, self._files, max_bytes, self._write)
         self._writer: SegmentWriter | None = None
         self._unmarked: list[tuple[Segment, int]] = []  # discarded here, but not yet marked for other processes
 
@@ -196,14 +196,16 @@ class SegmentCatalog:
     def contains(self, block_hash: BlockHash) -> bool:
         return self._index.contains(block_hash)
 
-    def refresh(self) -> None:
+    def refresh_from_other_writers(self) -> None:
         """Index what other processes wrote, and drop what they evicted. Creates the folder if it vanished.
 
         Raises OSError if that fails as a whole; a single faulty file is counted in `skipped`.
         """
         self._folder.refresh()
 
-    def read(self, keys: Sequence[BlockKey], buffer: memoryview, ahead: Sequence[BlockKey] = ()) -> ReadResult:
+    def read_blocks_until_miss(
+        self, keys: Sequence[BlockKey], buffer: memoryview, ahead: Sequence[BlockKey] = ()
+    ) -> ReadResult:
         """Read blocks from the first on, each verified against its key, until one is unavailable.
 
         `buffer` has space for all; after the blocks that count its content is undefined. A block that does not match
@@ -230,7 +232,7 @@ class SegmentCatalog:
             miss = found.miss or "gone"
         return ReadResult(done)
 
-    def append(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
+    def write_new_blocks(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
         """Write those that are not stored yet; return their number. Does not check `max_bytes`.
 
         Raises OSError; then some of them may have been written, and `contains` reports which.
@@ -246,27 +248,27 @@ class SegmentCatalog:
         no space, EAGAIN if another process has been evicting for too long.
         """
         self._drop_evicted_writer()
-        room = self._eviction.room()  # first, since the size of new segments depends on it
+        room = self._eviction.update_writable_bytes()  # first, since the size of new segments depends on it
         needed = num_bytes + self._overhead(num_bytes)
         if room >= needed + 2 * self._header(bytes(8)).file_bytes:
             return 0  # otherwise it depends on what others wrote meanwhile
         own = self._writer.path.name if self._writer is not None else ""
         return self._eviction.make_room(needed, own, kept)
 
-    def used(self, block_hashes: Iterable[BlockHash]) -> None:
+    def mark_used(self, block_hashes: Iterable[BlockHash]) -> None:
         """Mark blocks of chains, and their files, as used now: a request uses them. The head of one counts as last."""
         for block_hash in reversed(list(block_hashes)):
-            for segment, slot in self._index.places(block_hash):
+            for segment, slot in self._index.locations_of_block(block_hash):
                 self._index.mark_used(segment, slot, 1)
                 self._folder.touch(segment)
 
-    def discard(self, block_hashes: Iterable[BlockHash]) -> None:
+    def discard_blocks(self, block_hashes: Iterable[BlockHash]) -> None:
         """Drop these and mark them in their files, so that other processes do not load them either.
 
         Raises OSError; then unmarked ones are dropped here all the same, and marked by the next call.
         """
         for block_hash in block_hashes:
-            for segment, slot in self._index.places(block_hash):
+            for segment, slot in self._index.locations_of_block(block_hash):
                 self._index.remove_location(block_hash, segment, slot)
                 self._unmarked.append((segment, slot))
         while self._unmarked:
@@ -288,17 +290,17 @@ class SegmentCatalog:
         done = 0
         while done < len(blocks):
             writer = self._writer_with_room()
-            part = blocks[done : done + writer.room]
-            writer.append(part)
+            part = blocks[done : done + writer.num_free_slots]
+            writer.append_blocks(part)
             segment = self._folder.known[writer.path.name]
-            self._index.add(segment, [key.block_hash for key, _ in part])
+            self._index.append_block_hashes(segment, [key.block_hash for key, _ in part])
             segment.num_bytes = writer.header.payload_offset(writer.num_blocks)
             done += len(part)
-        self._folder.measure()
+        self._folder.recount_bytes()
 
     def _writer_with_room(self) -> SegmentWriter:
         self._drop_evicted_writer()
-        if self._writer is not None and not self._writer.room:
+        if self._writer is not None and not self._writer.num_free_slots:
             self._close_writer()
         if self._writer is None:
             header = self._header(secrets.token_bytes(8))
@@ -321,7 +323,7 @@ class SegmentCatalog:
 
     def _overhead(self, num_bytes: int) -> int:
         """Return the bytes of the tables of the new segments that so many bytes of blocks need."""
-        left = num_bytes // self._shape.block_bytes - (self._writer.room if self._writer is not None else 0)
+        left = num_bytes // self._shape.block_bytes - (self._writer.num_free_slots if self._writer is not None else 0)
         header = self._header(bytes(8))
         return max(0, -(-left // header.num_slots)) * header.payload_start
 
@@ -329,5 +331,5 @@ class SegmentCatalog:
         """Return a new segment's header: small enough that evictions lose little, large enough that files are few."""
         max_bytes, smallest = self.max_bytes, SegmentHeader(self._shape, 1, own_id).file_bytes
         wanted = min(max(max_bytes // 256, MIN_SEGMENT_BYTES), MAX_SEGMENT_BYTES, max_bytes // 4)
-        num_slots = (wanted - smallest) // (self._shape.entry_bytes + self._shape.block_bytes)
+        num_slots = (wanted - smallest) // (self._shape.table_entry_bytes + self._shape.block_bytes)
         return SegmentHeader(self._shape, max(1, min(MAX_SLOTS, num_slots)), own_id)

@@ -29,7 +29,7 @@ class DirectFileWriter:
         self._gathered = memoryview(b"")
         if block_bytes % PAGE_BYTES == 0:
             try:
-                self._fd = files.open_direct(path)
+                self._fd = files.open_for_direct_write(path)
             except OSError as error:
                 if error.errno not in REFUSALS:
                     raise

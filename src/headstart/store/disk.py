@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from headstart.core.cache.block_store import BlockKey, BlockSource, Data, LoadedBlocks, StoreStats
+from headstart.core.cache.block_store import BlockKey, BlockLoadPart, BlockSource, Data, StoreStats
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.block_loader import LOOK_SECONDS, BlockLoad, BlockLoader, LoadedPiece
 from headstart.store.catalog import SegmentCatalog
@@ -54,13 +54,17 @@ class TierStore:
         self._is_closed = False
         threads = [
             threading.Thread(target=body, name=f"kv-store-{name}", daemon=True)
-            for name, body in (("writer", writer.run), ("loader", loader.run), ("late-writer", writer.run_late_rounds))
+            for name, body in (
+                ("writer", writer.run),
+                ("loader", loader.run),
+                ("late-writer", writer.run_overdue_rounds),
+            )
         ]
         for thread in threads:
             thread.start()
         self._finalizer = weakref.finalize(self, _end, writer, loader, catalog, threads, max_seconds=float("inf"))
 
-    def start_writing(self, source: BlockSource) -> None:
+    def set_block_source(self, source: BlockSource) -> None:
         """Start writing. `source` must not refer to this store, or dropping the store would not end it."""
         self._writer.source = source
 
@@ -94,7 +98,7 @@ class TierStore:
             self._end_load(load)
         else:
             self._cut(load)
-            self._estimate.asked(now)
+            self._estimate.record_load_start(now)
             self._loader.submit(load)
         return load.load_id
 
@@ -108,22 +112,22 @@ class TierStore:
             self._estimate.record_load_timeout(max(1, load.num_waiting), now - load.requested_at, now)
             self._late, self._measured_at = load.keys[0] if load.keys else self._late, float("-inf")
 
-    def poll_loads(self) -> list[LoadedBlocks]:
+    def poll_loads(self) -> list[BlockLoadPart]:
         self._loader.has_done.clear()
-        found: list[LoadedBlocks] = []
+        found: list[BlockLoadPart] = []
         done = self._loader.done
         while done:
             if (loaded := self._take(done.popleft())) is not None:
                 found.append(loaded)
         return found
 
-    def release_loaded(self, loaded: LoadedBlocks) -> None:
+    def release_loaded(self, loaded: BlockLoadPart) -> None:
         if loaded.data and isinstance(first := loaded.data[0], memoryview):
             buffer = self._lent.pop(id(first.obj), None)
             if buffer is not None:
-                self._loader.give_back(buffer)
+                self._loader.release_buffer(buffer)
 
-    def wait_for_loads(self, timeout: float) -> None:
+    def wait_for_any_load(self, timeout: float) -> None:
         until = time.monotonic() + timeout
         loader = self._loader
         while True:
@@ -164,7 +168,7 @@ class TierStore:
             max_bytes=catalog.max_bytes,
             num_segments=catalog.num_segments,
             num_pending=writer.num_pending,
-            pending_seconds=writer.pending_seconds(now),
+            pending_seconds=writer.oldest_pending_seconds(now),
             loaded_blocks=self._loaded_blocks,
             loaded_bytes=self._loaded_blocks * self._block_bytes,
             misses={**self._misses, "corrupt": self._misses["corrupt"] + catalog.num_corrupt},
@@ -172,8 +176,8 @@ class TierStore:
             written_bytes=writer.written_blocks * self._block_bytes,
             lost_writes=writer.lost(),
             evicted_blocks=writer.evicted_blocks,
-            degraded="; ".join(self._loader.fault_descriptions(now) + writer.fault_descriptions(now)),
-            num_degraded=self._loader.health.num_degraded + writer.num_degraded,
+            degraded="; ".join(self._loader.fault_descriptions(now) + writer.current_fault_descriptions(now)),
+            num_degraded=self._loader.health.num_degraded + writer.num_times_degraded,
             load_bytes_per_s=self._estimate.blocks_per_s() * self._block_bytes,
             write_bytes_per_s=writer.bytes_per_s,
         )
@@ -188,12 +192,12 @@ class TierStore:
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def _take(self, piece: LoadedPiece) -> LoadedBlocks | None:
+    def _take(self, piece: LoadedPiece) -> BlockLoadPart | None:
         """Return the engine's part of a piece; None if its load is no longer awaited."""
         load, buffer = piece.load, piece.buffer
         if piece.num_blocks:
             self._measured_at = self._clock()
-            learn = self._estimate.measured if load.load_id else self._estimate.probed
+            learn = self._estimate.measured if load.load_id else self._estimate.record_probe
             learn(piece.num_blocks, piece.seconds, piece.latency, self._measured_at)
         is_awaited = load.load_id in self._loads
         num = min(piece.num_blocks, load.num_wanted - load.num_given) if is_awaited else 0
@@ -203,7 +207,7 @@ class TierStore:
             data = tuple(view[at : at + size] for at in range(0, num * size, size))
             self._lent[id(buffer)] = buffer
         elif buffer is not None:
-            self._loader.give_back(buffer)
+            self._loader.release_buffer(buffer)
         if not is_awaited:
             return None
         load.num_given += num
@@ -215,7 +219,7 @@ class TierStore:
             load.is_cancelled = True  # the rest of it is not needed
             self._late = self._late if piece.miss else None
             del self._loads[load.load_id]
-        return LoadedBlocks(load.load_id, data, is_last)
+        return BlockLoadPart(load.load_id, data, is_last)
 
     def _probe(self, key: BlockKey, now: float) -> None:
         """Read one block, if due: after a load that was late no request pays for finding out how long loads take."""
@@ -319,7 +323,7 @@ class LoadTimeEstimate:
         """Return the blocks per second while loading; 0.0: not measured."""
         return self._blocks / self._seconds if self._seconds else 0.0
 
-    def asked(self, now: float) -> None:
+    def record_load_start(self, now: float) -> None:
         """Record the start of a load."""
         self._last_at = now
 
@@ -330,7 +334,7 @@ class LoadTimeEstimate:
             self._constant = min(self._constant, seconds)
         self._add(num_blocks, seconds - self._constant, latency, now)
 
-    def probed(self, num_blocks: int, seconds: float, latency: float, now: float) -> None:
+    def record_probe(self, num_blocks: int, seconds: float, latency: float, now: float) -> None:
         """Record that a probe read `num_blocks` in `seconds`, constant included, after it had waited for `latency`."""
         if not self._blocks:
             self._add(num_blocks, seconds, latency, now)

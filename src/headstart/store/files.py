@@ -47,7 +47,7 @@ class DiskSpace(NamedTuple):
 class FileSystemCalls:
     """The system calls; any may raise OSError. Tests override single ones to simulate failures."""
 
-    def open(self, path: Path, *, to_write: bool = False) -> int:
+    def open_own_file(self, path: Path, *, to_write: bool = False) -> int:
         """Open an existing file, for reading or both. Raises UnsafeFileError if it is no regular file of this user."""
         fd = os.open(path, (os.O_RDWR if to_write else os.O_RDONLY) | _SAFELY)
         try:
@@ -58,7 +58,7 @@ class FileSystemCalls:
             raise
         return fd
 
-    def open_direct(self, path: Path) -> int:
+    def open_for_direct_write(self, path: Path) -> int:
         """Open an existing file for direct writes. Raises OSError (EINVAL) if they are not supported."""
         if not hasattr(os, "O_DIRECT"):
             raise OSError(errno.EINVAL, "this system has no direct writes", str(path))
@@ -91,13 +91,13 @@ class FileSystemCalls:
         now = time.time_ns()
         os.utime(path, ns=(now, now), follow_symlinks=False)
 
-    def make_folder(self, folder: Path) -> None:
+    def mkdir(self, folder: Path) -> None:
         os.mkdir(folder, 0o700)
 
-    def stat(self, path: Path) -> FileEntry:
+    def lstat(self, path: Path) -> FileEntry:
         return _entry(path.name, os.lstat(path))
 
-    def list(self, folder: Path) -> list[FileEntry]:
+    def list_entries(self, folder: Path) -> list[FileEntry]:
         """Return all entries of a folder; those that vanish meanwhile are left out."""
         found: list[FileEntry] = []
         with os.scandir(folder) as entries:
@@ -114,7 +114,7 @@ class FileSystemCalls:
         found = os.statvfs(folder)
         return DiskSpace(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
 
-    def lock(self, path: Path) -> int | None:
+    def try_lock(self, path: Path) -> int | None:
         """Lock a file among all processes until it is closed; None if another has it. Creates it if needed."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
         try:
@@ -127,7 +127,7 @@ class FileSystemCalls:
             raise
         return fd
 
-    def mtime_now(self) -> float:
+    def mtime_clock_now(self) -> float:
         """Return the clock of mtimes, seconds since the epoch. Compare it with mtimes only."""
         return time.time()
 
@@ -154,7 +154,7 @@ def create_store_folder(folder: Path) -> None:
         )
 
 
-def read_folder_secret(folder: Path) -> bytes:
+def read_or_create_folder_secret(folder: Path) -> bytes:
     """Return the folder's secret, 32 random bytes, the same for all its processes; created at the first call.
 
     Raises ConfigError for an unusable folder and for a secret that is damaged or accessible to others.
@@ -184,7 +184,7 @@ def _make_secret(path: Path) -> None:
 
 
 def _load_secret(path: Path) -> bytes:
-    fd = FileSystemCalls().open(path)
+    fd = FileSystemCalls().open_own_file(path)
     try:
         mode, secret = stat.S_IMODE(os.fstat(fd).st_mode), os.read(fd, SECRET_BYTES + 1)
     finally:

@@ -63,7 +63,7 @@ class SlotIndex:
     def contains(self, block_hash: bytes) -> bool:
         return block_hash in self._where
 
-    def add(self, segment: Segment, block_hashes: list[bytes]) -> None:
+    def append_block_hashes(self, segment: Segment, block_hashes: list[bytes]) -> None:
         """Add block hashes in the next slots of a segment. b"" is a slot without a block."""
         with self._lock:
             self._segments[segment.number] = segment
@@ -98,7 +98,7 @@ class SlotIndex:
             length = len(segment.uses[slot : slot + length])
             segment.uses[slot : slot + length] = array("Q", (self._num_uses,)) * length
 
-    def places(self, block_hash: bytes) -> list[tuple[Segment, int]]:
+    def locations_of_block(self, block_hash: bytes) -> list[tuple[Segment, int]]:
         """Return all locations of a block."""
         with self._lock:
             locations = (
@@ -111,7 +111,7 @@ class SlotIndex:
         with self._lock:
             self._forget(block_hash, segment, slot)
 
-    def drop(self, segment: Segment) -> int:
+    def drop_segment(self, segment: Segment) -> int:
         """Remove a segment. Return the number of blocks that are no longer stored anywhere."""
         with self._lock:
             before = len(self._where)
@@ -187,12 +187,12 @@ class SegmentFolder:
         Raises OSError if that fails as a whole; a single faulty file is counted in `skipped`.
         """
         try:
-            mtime = self._files.stat(self.path).mtime
+            mtime = self._files.lstat(self.path).mtime
         except FileNotFoundError:
             for name in [*self.known, *self.others]:
                 self.drop_missing_file(name)
-            self._files.make_folder(self.path)
-            mtime = self._files.stat(self.path).mtime
+            self._files.mkdir(self.path)
+            mtime = self._files.lstat(self.path).mtime
         now = self._clock()
         if mtime != self._mtime or now - self._changed_at < LIST_SECONDS:
             self.scan()
@@ -201,11 +201,13 @@ class SegmentFolder:
         for segment in list(self.known.values()):
             if not segment.is_sealed:
                 self._read_more(segment)
-        self.measure()
+        self.recount_bytes()
 
     def scan(self) -> dict[str, FileEntry]:
         """Find new and vanished files. Return all that count as segments, of any shape. Raises OSError."""
-        found = {entry.name: entry for entry in self._files.list(self.path) if segment_id(entry.name) is not None}
+        found = {
+            entry.name: entry for entry in self._files.list_entries(self.path) if segment_id(entry.name) is not None
+        }
         entries = {name: entry for name, entry in found.items() if entry.is_safe}
         unsafe = found.keys() - entries.keys()
         self.skipped["unsafe"] += len(unsafe - self._unsafe)
@@ -220,7 +222,7 @@ class SegmentFolder:
             else:  # another process may have appended to it
                 segment = self.known[name]
                 segment.num_bytes = entry.num_bytes if segment.is_full() else max(segment.num_bytes, entry.num_bytes)
-        self.measure()
+        self.recount_bytes()
         return entries
 
     def add_own_segment(self, path: Path, header: SegmentHeader) -> Segment:
@@ -235,14 +237,14 @@ class SegmentFolder:
         with contextlib.suppress(FileNotFoundError):
             self._files.unlink(self.path / name)
         lost = self.drop_missing_file(name)
-        self.measure()
+        self.recount_bytes()
         return lost
 
     def drop_missing_file(self, name: str) -> int:
         """Drop a file that is gone. Return the number of blocks that are no longer stored anywhere."""
         self.others.pop(name, None)
         segment = self.known.pop(name, None)
-        return 0 if segment is None else self._index.drop(segment)
+        return 0 if segment is None else self._index.drop_segment(segment)
 
     def touch(self, segment: Segment) -> None:
         """Renew its mtime, by which all processes see that it is in use. From any thread."""
@@ -254,13 +256,13 @@ class SegmentFolder:
 
     def delete_abandoned_files(self) -> None:
         """Delete files whose writers were killed before naming them. Raises OSError."""
-        now = self._files.mtime_now()
-        for entry in self._files.list(self.path):
+        now = self._files.mtime_clock_now()
+        for entry in self._files.list_entries(self.path):
             if segments.is_headerless_segment(entry.name) and entry.is_safe and now - entry.mtime > STALE_SECONDS:
                 with contextlib.suppress(FileNotFoundError):
                     self._files.unlink(self.path / entry.name)
 
-    def measure(self) -> None:
+    def recount_bytes(self) -> None:
         """Recompute `num_bytes`."""
         of_ours = sum(segment.num_bytes for segment in self.known.values())
         self.num_bytes = of_ours + sum(entry.num_bytes for entry in self.others.values())
@@ -286,7 +288,7 @@ class SegmentFolder:
             self._reject(entry, "unreadable")
         else:
             self.known[entry.name] = segment
-            self._index.add(segment, block_hashes)
+            self._index.append_block_hashes(segment, block_hashes)
             self.skipped["entry"] += num_bad
             self.skipped["cut"] += is_cut
 
@@ -301,7 +303,7 @@ class SegmentFolder:
             self.skipped["unreadable"] += 1
             segment.is_sealed = True
         else:
-            self._index.add(segment, block_hashes)
+            self._index.append_block_hashes(segment, block_hashes)
             self.skipped["entry"] += num_bad
 
     def _reject(self, entry: FileEntry, reason: str) -> None:

@@ -52,7 +52,7 @@ class StoredBlockFormat(NamedTuple):
     block_bytes: int
 
     @property
-    def entry_bytes(self) -> int:
+    def table_entry_bytes(self) -> int:
         return _ENTRY_HEAD.size + 4 * self.block_size + 2 * _CHECKSUM_BYTES
 
 
@@ -65,7 +65,7 @@ class SegmentHeader(NamedTuple):
 
     @property
     def payload_start(self) -> int:
-        table_end = HEADER_BYTES + self.num_slots * self.shape.entry_bytes
+        table_end = HEADER_BYTES + self.num_slots * self.shape.table_entry_bytes
         return -(-table_end // _PAGE) * _PAGE
 
     @property
@@ -74,7 +74,7 @@ class SegmentHeader(NamedTuple):
         return self.payload_offset(self.num_slots)
 
     def entry_offset(self, slot: int) -> int:
-        return HEADER_BYTES + slot * self.shape.entry_bytes
+        return HEADER_BYTES + slot * self.shape.table_entry_bytes
 
     def payload_offset(self, slot: int) -> int:
         return self.payload_start + slot * self.shape.block_bytes
@@ -103,7 +103,7 @@ class BlockEntry(NamedTuple):
     payload_checksum: bytes
 
 
-class TableBlockHashes(NamedTuple):
+class SegmentTableHashes(NamedTuple):
     """The block hashes in part of a table. Torn, damaged, discarded and empty entries have none."""
 
     by_slot: list[bytes]  # up to the last non-empty slot; b"": nothing to load
@@ -113,13 +113,13 @@ class TableBlockHashes(NamedTuple):
 def encode_header(header: SegmentHeader) -> bytes:
     shape = header.shape
     assert header.is_plausible(), header
-    sizes = (VERSION, HEADER_BYTES, shape.entry_bytes, shape.block_size, shape.block_bytes, header.num_slots)
+    sizes = (VERSION, HEADER_BYTES, shape.table_entry_bytes, shape.block_size, shape.block_bytes, header.num_slots)
     raw = _HEADER.pack(MAGIC, *sizes, header.payload_start, shape.fingerprint, header.segment_id)
     raw = raw.ljust(HEADER_BYTES - _CHECKSUM_BYTES, b"\0")
     return raw + xxh3_128_digest(raw)
 
 
-def decode_header(raw: bytes, segment_id: bytes) -> SegmentHeader:
+def decode_segment_header(raw: bytes, segment_id: bytes) -> SegmentHeader:
     """Decode the header of the file named `segment_id`.
 
     Raises FormatError: short, magic, version, checksum, lengths, or swapped (another file's).
@@ -138,7 +138,7 @@ def decode_header(raw: bytes, segment_id: bytes) -> SegmentHeader:
         raise FormatError("checksum")
     header = SegmentHeader(StoredBlockFormat(fingerprint, block_size, block_bytes), num_slots, own)
     said = (header_bytes, entry_bytes, payload_start)
-    if not header.is_plausible() or said != (HEADER_BYTES, header.shape.entry_bytes, header.payload_start):
+    if not header.is_plausible() or said != (HEADER_BYTES, header.shape.table_entry_bytes, header.payload_start):
         raise FormatError("lengths")
     if own != segment_id:
         raise FormatError("swapped")
@@ -149,7 +149,7 @@ def payload_checksum(payload: Data) -> bytes:
     return xxh3_128_digest(payload)
 
 
-def encode_entry(header: SegmentHeader, slot: int, entry: BlockEntry, *, discarded: bool = False) -> bytes:
+def encode_slot_entry(header: SegmentHeader, slot: int, entry: BlockEntry, *, discarded: bool = False) -> bytes:
     """Return the entry of one slot; a discarded one marks its block as not to be used any more."""
     block_hash, parent, tokens = entry.key
     sizes = (len(block_hash), len(parent), len(tokens), len(entry.payload_checksum))
@@ -161,7 +161,7 @@ def encode_entry(header: SegmentHeader, slot: int, entry: BlockEntry, *, discard
 
 def decode_entry(header: SegmentHeader, slot: int, raw: bytes) -> BlockEntry:
     """Decode an entry. Raises FormatError: short, empty, checksum, magic, flags, or discarded."""
-    if len(raw) != header.shape.entry_bytes:
+    if len(raw) != header.shape.table_entry_bytes:
         raise FormatError("short")
     if not any(raw):
         raise FormatError("empty")
@@ -179,9 +179,9 @@ def decode_entry(header: SegmentHeader, slot: int, raw: bytes) -> BlockEntry:
     return BlockEntry(key, raw[tokens_end:-_CHECKSUM_BYTES])
 
 
-def decode_block_hashes(header: SegmentHeader, first: int, table: bytes) -> TableBlockHashes:
+def decode_block_hashes(header: SegmentHeader, first: int, table: bytes) -> SegmentTableHashes:
     """Return the block hashes in a piece of the table that begins at slot `first`. A partial last entry is skipped."""
-    size, empty = header.shape.entry_bytes, bytes(header.shape.entry_bytes)
+    size, empty = header.shape.table_entry_bytes, bytes(header.shape.table_entry_bytes)
     usable = _ENTRY_MAGIC + bytes([_STORED, 0, 0, 0])
     block_hashes: list[bytes] = []
     bad: list[int] = []
@@ -201,7 +201,7 @@ def decode_block_hashes(header: SegmentHeader, first: int, table: bytes) -> Tabl
             elif raw[: len(_ENTRY_MAGIC)] != _ENTRY_MAGIC or raw[len(_ENTRY_MAGIC)] != _DISCARDED:
                 bad.append(place)
         block_hashes.append(block_hash)
-    return TableBlockHashes(block_hashes[:end], sorted(bad + [hole for hole in holes if hole < end]))
+    return SegmentTableHashes(block_hashes[:end], sorted(bad + [hole for hole in holes if hole < end]))
 
 
 def _seed(header: SegmentHeader, slot: int) -> int:

@@ -106,7 +106,7 @@ def clear_folder(folder: Path, files: FileSystemCalls | None = None) -> tuple[in
     """
     files = files or FileSystemCalls()
     num_files = num_bytes = 0
-    for entry in files.list(folder):
+    for entry in files.list_entries(folder):
         is_ours = segments.segment_id(entry.name) is not None or segments.is_headerless_segment(entry.name)
         if is_ours and entry.is_safe:
             with contextlib.suppress(FileNotFoundError):
@@ -117,7 +117,7 @@ def clear_folder(folder: Path, files: FileSystemCalls | None = None) -> tuple[in
 
 
 def _segment_files(files: FileSystemCalls, folder: Path) -> list[FileEntry]:
-    return sorted(entry for entry in files.list(folder) if segments.segment_id(entry.name) is not None)
+    return sorted(entry for entry in files.list_entries(folder) if segments.segment_id(entry.name) is not None)
 
 
 def _open(files: FileSystemCalls, folder: Path, entry: FileEntry) -> tuple[Segment | None, Counter[str]]:
@@ -128,7 +128,7 @@ def _open(files: FileSystemCalls, folder: Path, entry: FileEntry) -> tuple[Segme
         return None, Counter(["unsafe"])
     try:
         segment = Segment(0, path, segments.read_header(files, path, own_id), entry.num_bytes)
-        num_bad = segments.add_all_block_hashes(files, segment)
+        num_bad = segments.load_all_block_hashes(files, segment)
         is_cut = segments.is_truncated(files, segment)
     except FileNotFoundError:
         return None, Counter()  # evicted just now

@@ -80,9 +80,9 @@ def is_headerless_segment(name: str) -> bool:
 
 def read_header(files: FileSystemCalls, path: Path, own_id: bytes) -> SegmentHeader:
     """Read the header of a file. Raises OSError and FormatError."""
-    fd = files.open(path)
+    fd = files.open_own_file(path)
     try:
-        return format.decode_header(files.pread(fd, HEADER_BYTES, 0), own_id)
+        return format.decode_segment_header(files.pread(fd, HEADER_BYTES, 0), own_id)
     finally:
         files.close(fd)
 
@@ -93,15 +93,15 @@ def read_new_block_hashes(files: FileSystemCalls, segment: Segment) -> tuple[lis
     Stops before the first damaged entry unless it was damaged at an earlier call: its writer may be writing it.
     Changes only `suspect_until` and `num_bytes`. Raises OSError.
     """
-    found = files.stat(segment.path)
+    found = files.lstat(segment.path)
     first, header = len(segment.block_hashes), segment.header
-    stop, size = header.num_slots_within(found.size), header.shape.entry_bytes
+    stop, size = header.num_slots_within(found.size), header.shape.table_entry_bytes
     segment.num_bytes = found.num_bytes
     block_hashes: list[bytes] = []
     num_bad = 0
     if stop <= first:
         return block_hashes, num_bad
-    fd = files.open(segment.path)
+    fd = files.open_own_file(segment.path)
     try:
         while first < stop:
             asked = min(stop - first, max(1, _TABLE_BYTES // size))
@@ -119,7 +119,7 @@ def read_new_block_hashes(files: FileSystemCalls, segment: Segment) -> tuple[lis
     return block_hashes, num_bad
 
 
-def add_all_block_hashes(files: FileSystemCalls, segment: Segment) -> int:
+def load_all_block_hashes(files: FileSystemCalls, segment: Segment) -> int:
     """Add all block hashes in the file now; return the number of damaged entries. Raises OSError."""
     num_bad = num_idle = 0
     while num_idle < 2:
@@ -133,13 +133,15 @@ def add_all_block_hashes(files: FileSystemCalls, segment: Segment) -> int:
 def is_truncated(files: FileSystemCalls, segment: Segment) -> bool:
     """Return whether the file is truncated: in header or table, or before an entry's payload. Raises OSError."""
     header = segment.header
-    first = header.num_slots_within(files.stat(segment.path).size)
-    fd = files.open(segment.path)
+    first = header.num_slots_within(files.lstat(segment.path).size)
+    fd = files.open_own_file(segment.path)
     try:
-        entry = files.pread(fd, header.shape.entry_bytes if first < header.num_slots else 0, header.entry_offset(first))
+        entry = files.pread(
+            fd, header.shape.table_entry_bytes if first < header.num_slots else 0, header.entry_offset(first)
+        )
     finally:
         files.close(fd)
-    size = files.stat(segment.path).size  # read last: a payload is written before its entry
+    size = files.lstat(segment.path).size  # read last: a payload is written before its entry
     return size < header.payload_start or (any(entry) and header.num_slots_within(size) <= first)
 
 
@@ -151,7 +153,7 @@ def read_and_verify_blocks(
     The content of `buffer` after the blocks that count is undefined. Raises nothing.
     """
     try:
-        fd = files.open(segment.path)
+        fd = files.open_own_file(segment.path)
         try:
             return _read_blocks(files, fd, segment.header, slot, keys, buffer)
         finally:
@@ -175,9 +177,9 @@ def read_stored_blocks(
 ) -> tuple[list[BlockKey], ReadResult]:
     """Read adjacent blocks, whatever they are, as `read_blocks` does; return their keys as well. Raises nothing."""
     header, keys = segment.header, list[BlockKey]()
-    size = header.shape.entry_bytes
+    size = header.shape.table_entry_bytes
     try:
-        fd = files.open(segment.path)
+        fd = files.open_own_file(segment.path)
         try:
             table = files.pread(fd, len(slots) * size, header.entry_offset(slots.start))
         finally:
@@ -199,14 +201,14 @@ def read_stored_blocks(
 def mark_entry_discarded(files: FileSystemCalls, segment: Segment, slot: int) -> None:
     """Mark a stored block as unusable for all processes, even if another one wrote it. Raises OSError."""
     header = segment.header
-    fd = files.open(segment.path, to_write=True)
+    fd = files.open_own_file(segment.path, to_write=True)
     try:
-        raw = files.pread(fd, header.shape.entry_bytes, header.entry_offset(slot))
+        raw = files.pread(fd, header.shape.table_entry_bytes, header.entry_offset(slot))
         try:
             entry = format.decode_entry(header, slot, raw)
         except FormatError:
             return  # no reader accepts it anyway
-        raw = format.encode_entry(header, slot, entry, discarded=True)
+        raw = format.encode_slot_entry(header, slot, entry, discarded=True)
         write_all_buffers(files, fd, [raw], header.entry_offset(slot))
     finally:
         files.close(fd)
@@ -231,7 +233,7 @@ class SegmentWriter:
             raise
 
     @property
-    def room(self) -> int:
+    def num_free_slots(self) -> int:
         """Blocks that still fit."""
         return self.header.num_slots - self.num_blocks
 
@@ -239,17 +241,17 @@ class SegmentWriter:
         """Return whether the file is still in the folder. Raises OSError."""
         return self._files.is_linked(self._fd)
 
-    def append(self, blocks: Sequence[tuple[BlockKey, Data]]) -> None:
+    def append_blocks(self, blocks: Sequence[tuple[BlockKey, Data]]) -> None:
         """Write the payloads, then their entries. Raises OSError: then none of them counts.
 
         If an entry could not be written, nothing more fits: no slot that a reader may have seen is written twice.
         """
-        assert len(blocks) <= self.room, (len(blocks), self.room)
+        assert len(blocks) <= self.num_free_slots, (len(blocks), self.num_free_slots)
         header, slot = self.header, self.num_blocks
         data = [payload for _, payload in blocks]
         assert all(len(payload) == header.shape.block_bytes for payload in data), [len(payload) for payload in data]
         entries = [BlockEntry(key, format.payload_checksum(payload)) for key, payload in blocks]
-        table = b"".join(format.encode_entry(header, slot + place, entry) for place, entry in enumerate(entries))
+        table = b"".join(format.encode_slot_entry(header, slot + place, entry) for place, entry in enumerate(entries))
         offset = header.payload_offset(slot)
         if not self._direct.try_write(data, offset):
             write_all_buffers(self._files, self._fd, data, offset)
@@ -286,7 +288,7 @@ def write_all_buffers(files: FileSystemCalls, fd: int, buffers: Sequence[Data], 
 def _read_blocks(
     files: FileSystemCalls, fd: int, header: SegmentHeader, slot: int, keys: Sequence[BlockKey], buffer: memoryview
 ) -> ReadResult:
-    size, block_bytes = header.shape.entry_bytes, header.shape.block_bytes
+    size, block_bytes = header.shape.table_entry_bytes, header.shape.block_bytes
     table = files.pread(fd, len(keys) * size, header.entry_offset(slot))
     checksums: list[bytes] = []
     miss: Miss | None = None

@@ -53,7 +53,7 @@ class SideHealth:
         self._works_since = float("-inf")
 
     @property
-    def text(self) -> str:
+    def failure_text(self) -> str:
         """The side and the reason; empty if it works."""
         reason = self.reason
         return f"{self.side}: {reason}" if reason else ""
@@ -62,7 +62,7 @@ class SideHealth:
         """Return whether it works, or its pause is over."""
         return not self.reason or now >= self._retry_at
 
-    def failed(self, reason: str, now: float) -> None:
+    def record_failure(self, reason: str, now: float) -> None:
         """Record a failed attempt."""
         self._errors += 1
         if not self.reason and self._errors < self._max_errors:

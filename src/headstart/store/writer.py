@@ -114,7 +114,7 @@ class PendingOffers:
                 place[block_hash] = offer
                 place.move_to_end(block_hash, last=False)
 
-    def drop_oldest(self, num_left: int) -> int:
+    def trim_to_newest(self, num_left: int) -> int:
         """Drop the oldest unpinned offers until `num_left` of them remain; return the number dropped."""
         places = (self._used, self._rest)
         return self._drop(sum(map(len, places)) - num_left, places)
@@ -204,7 +204,7 @@ class BlockWriter:
         """Blocks that wait to be written or are being written."""
         return self._num_offered - self._num_read + len(self._pending) + self._num_writing
 
-    def pending_seconds(self, now: float) -> float:
+    def oldest_pending_seconds(self, now: float) -> float:
         """Return how long the first block in line has waited; 0 if none waits."""
         oldest_at = self._oldest_at
         with suppress(IndexError, AttributeError):  # nothing new, or no offer
@@ -216,13 +216,13 @@ class BlockWriter:
         return {**self._lost, "overload": self._lost["overload"] + self._num_refused}
 
     @property
-    def num_degraded(self) -> int:
+    def num_times_degraded(self) -> int:
         """The number of times that either side stopped working."""
         return self.health.num_degraded + self.folder_health.num_degraded
 
-    def fault_descriptions(self, now: float) -> list[str]:
+    def current_fault_descriptions(self, now: float) -> list[str]:
         """Return descriptions of the current faults."""
-        found = [health.text for health in (self.health, self.folder_health) if health.text]
+        found = [health.failure_text for health in (self.health, self.folder_health) if health.failure_text]
         if now - self._busy_since > OVERDUE_SECONDS:
             found.append(f"{self.health.side}: no answer for {now - self._busy_since:.0f} s")
         return found
@@ -244,10 +244,10 @@ class BlockWriter:
             pass
         self._lost["closing"] += self._pending.clear()
 
-    def run_late_rounds(self) -> None:
+    def run_overdue_rounds(self) -> None:
         """Run rounds at the priority of the caller while a block has waited for LATE_SECONDS, until `stop`."""
         while self._end_at is None:
-            is_late = self.pending_seconds(self._clock()) >= LATE_SECONDS and not self.health.reason
+            is_late = self.oldest_pending_seconds(self._clock()) >= LATE_SECONDS and not self.health.reason
             if not is_late or not self.round():
                 self._wake.wait(LATE_SECONDS / 2)
 
@@ -270,7 +270,7 @@ class BlockWriter:
                 with self._guard(self.health):
                     self._forget()
                     return self._write()
-            self._lost["degraded"] += self._pending.drop_oldest(self._run_blocks)  # some stay, for the next attempt
+            self._lost["degraded"] += self._pending.trim_to_newest(self._run_blocks)  # some stay, for the next attempt
             return False
         finally:
             self._num_writing = 0
@@ -282,7 +282,7 @@ class BlockWriter:
         now = self._clock()
         if now >= self._look_at and self.folder_health.may_attempt(now):
             with self._guard(self.folder_health):
-                self._catalog.refresh()
+                self._catalog.refresh_from_other_writers()
                 self.folder_health.record_success(now)
             self._look_at = self._clock() + ROUND_SECONDS
 
@@ -291,7 +291,7 @@ class BlockWriter:
         now = self._clock()
         if self._kept and now >= self._renew_at:
             self._renew_at = now + RENEW_SECONDS
-            self._catalog.used(self._kept)
+            self._catalog.mark_used(self._kept)
 
     def _read_inbox(self) -> None:
         used: list[BlockHash] = []
@@ -312,13 +312,13 @@ class BlockWriter:
                     self._forgets.append(forget)
         if used:
             with suppress(OSError):  # to other processes they look slightly older
-                self._catalog.used(used)
+                self._catalog.mark_used(used)
 
     def _forget(self) -> None:
         """Execute the orders to forget. Raises OSError; then the rest waits, and so do all writes."""
         while self._forgets:
             order, block_hashes = self._forgets[0]
-            self._catalog.clear() if block_hashes is None else self._catalog.discard(block_hashes)
+            self._catalog.clear() if block_hashes is None else self._catalog.discard_blocks(block_hashes)
             self._forgets.popleft()
             self.num_settled = order
 
@@ -353,7 +353,7 @@ class BlockWriter:
     def _append(self, blocks: Sequence[tuple[BlockKey, Data]]) -> None:
         began, num_bytes = self._clock(), len(blocks) * self._block_bytes
         self.evicted_blocks += self._catalog.make_room(num_bytes, kept=self._kept)
-        self.written_blocks += self._catalog.append(blocks)
+        self.written_blocks += self._catalog.write_new_blocks(blocks)
         now = self._clock()
         rate = num_bytes / max(now - began, 1e-9)
         self.bytes_per_s = KEEP_RATE * self.bytes_per_s + (1 - KEEP_RATE) * rate if self.bytes_per_s else rate
@@ -367,7 +367,7 @@ class BlockWriter:
         except Exception as error:
             if not isinstance(error, OSError):
                 write_stderr_line(traceback.format_exc())
-            health.failed(describe_error(error), self._clock())
+            health.record_failure(describe_error(error), self._clock())
 
 
 def _lower_priority() -> None:

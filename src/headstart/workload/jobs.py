@@ -45,7 +45,7 @@ class JobDependencies:
             for before in job.after:
                 self._waiting.setdefault(before, []).append(index)
 
-    def due_after(self, index: int, now: float) -> list[tuple[float, int]]:
+    def release_dependents(self, index: int, now: float) -> list[tuple[float, int]]:
         """Return the jobs that wait for no other one once `index` has ended, each with the time when it is due."""
         found: list[tuple[float, int]] = []
         for waiting in self._waiting.pop(index, ()):

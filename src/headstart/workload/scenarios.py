@@ -12,8 +12,8 @@ from random import Random
 
 from headstart.workload.jobs import GREEDY, Job, TokenSampling, jobs_from_prompts
 from headstart.workload.synthetic import INTENT, RequestShape, prompts_with_prefix, random_tokens
-from headstart.workload.synthetic import rotations as rotated
-from headstart.workload.synthetic import shared_prefix as shared_prompts
+from headstart.workload.synthetic import rotated_prompts as rotated
+from headstart.workload.synthetic import shared_prefix_prompts as shared_prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class WorkloadScenario:
         """The tokens of the longest request, output included."""
         return max(len(job.prompt) + job.output for phase in self.phases for job in phase.jobs)
 
-    def num_blocks(self, block_size: int = 16) -> int:
+    def num_blocks_without_sharing(self, block_size: int = 16) -> int:
         """Return the number of KV blocks that hold all of it at once without any sharing."""
         jobs = [job for phase in self.phases for job in phase.jobs]
         return sum((len(job.prompt) + job.output) // block_size + 1 for job in jobs)
@@ -50,7 +50,7 @@ FIRST_TOKEN = RequestShape(INTENT.shared, INTENT.own, output=1)
 STREAMS = RequestShape(shared=1024, own=16, output=128)  # decode
 
 
-def rotations_scenario(
+def rotated_prompts_scenario(
     vocab_size: int, rng: Random, *, count: int = 48, length: int = 1025, passes: int = 1
 ) -> WorkloadScenario:
     """Rotations of one list of tokens (vLLM #3402), all at once, one output token: `cold`, then the same `warm`."""
@@ -147,7 +147,7 @@ def shared_burst_scenario(
     return WorkloadScenario("twins", (WorkloadPhase("cold", tuple(jobs_from_prompts(found, shape.output))),))
 
 
-def intent_scenario(
+def intent_recognition_scenario(
     vocab_size: int, rng: Random, *, shape: RequestShape = INTENT, requests: int = 8
 ) -> WorkloadScenario:
     """Intent recognition (PrefixCacheManager, blog) without load: requests with one cached prefix, one at a time."""
@@ -157,7 +157,7 @@ def intent_scenario(
     return WorkloadScenario("intent", (_warm_up(prompts[:2]), _one_at_a_time("alone", prompts[2:], shape.output)))
 
 
-def poisson_intent_scenario(
+def poisson_intent_recognition_scenario(
     vocab_size: int, rng: Random, *, due: Sequence[float], prefix: "array[int]", shape: RequestShape = INTENT
 ) -> WorkloadScenario:
     """Intent recognition (PrefixCacheManager, blog) under load: one request at each `due` second, `prefix` cached.

@@ -27,7 +27,7 @@ def random_tokens(length: int, vocab_size: int, rng: Random) -> "array[int]":
     return array("i", rng.choices(range(vocab_size), k=length))
 
 
-def rotations(token_ids: Sequence[int], count: int) -> "list[array[int]]":
+def rotated_prompts(token_ids: Sequence[int], count: int) -> "list[array[int]]":
     """Return `count` prompts of the same tokens, the i-th rotated left by i: no common prefix (vLLM #3402)."""
     if not 1 <= count <= len(token_ids):
         raise ValueError(f"{count} rotations of {len(token_ids)} tokens: count must lie in 1..{len(token_ids)}")
@@ -35,7 +35,9 @@ def rotations(token_ids: Sequence[int], count: int) -> "list[array[int]]":
     return [tokens[i:] + tokens[:i] for i in range(count)]
 
 
-def shared_prefix(groups: int, prompts: int, shape: RequestShape, vocab_size: int, rng: Random) -> "list[array[int]]":
+def shared_prefix_prompts(
+    groups: int, prompts: int, shape: RequestShape, vocab_size: int, rng: Random
+) -> "list[array[int]]":
     """Return `groups` x `prompts` prompts, group by group; each group starts with the same `shape.shared` tokens."""
     result: list[array[int]] = []
     for _ in range(groups):

@@ -106,7 +106,7 @@ class Trace:
         longest = max(request.length for request in self.requests)
         return min(max_prompt_tokens / longest, 1.0) if max_prompt_tokens else 1.0
 
-    def jobs(self, vocab_size: int, seed: int | str, *, factor: float = 1.0, speed: float = 1.0) -> list[Job]:
+    def to_jobs(self, vocab_size: int, seed: int | str, *, factor: float = 1.0, speed: float = 1.0) -> list[Job]:
         """Return jobs with all lengths, outputs too, multiplied by `factor`, arriving `speed` times as fast.
 
         Jobs that come after others are due a pause after these, which is shortened alike.
@@ -139,7 +139,7 @@ class Trace:
         return jobs
 
 
-def read_trace(lines: Iterable[str], units: TraceUnits = RECOGNISED) -> Trace:
+def parse_trace(lines: Iterable[str], units: TraceUnits = RECOGNISED) -> Trace:
     """Return a trace from the lines of its file. Raises ConfigError with the number of an unreadable line.
 
     Units that are not given are recognised. Raises ConfigError if several are possible.

@@ -134,7 +134,7 @@ def run_case(
             parts,
             out,
             meta[layout.merged_tokens_offset :][: layout.merged],
-            meta[layout.first_parts_offset :],
+            meta[layout.first_part_indices_offset :],
             case.scoring.sinks,
         )
     return layout, out

@@ -193,14 +193,14 @@ def test_a_row_that_the_host_samples_again_is_continued_with_its_token(
     expected = runner.execute(Batch((first,))).rows[0].token_ids[0]
     other = (expected + 1) % llama.vocab_size
     again = make_runner(llama)
-    kept, chosen = again.sampler.collect_results, [other]
+    kept, chosen = again.sampler.finish_sampling, [other]
 
     def rows(*arguments: Any) -> list[RowResult]:
         """Return another token for the first row that is asked for."""
         found = kept(*arguments)
         return [found[0]._replace(token_ids=(chosen.pop(),))] if chosen else found
 
-    monkeypatch.setattr(again.sampler, "collect_results", rows)
+    monkeypatch.setattr(again.sampler, "finish_sampling", rows)
     handle = again.submit(Batch((first,)))
     second = again.submit(Batch((_decode(first, [], 0, 0),)))
     assert again.collect(handle).rows[0].token_ids == (other,)

@@ -22,15 +22,15 @@ from headstart.core.batch import UNKNOWN_TOKEN, Chunk, RowErrorKind, RowResult
 from headstart.core.request import GREEDY, SamplingParams
 from headstart.model.cuda import device_sampling, staged_sampling
 from headstart.model.cuda.device_sampling import DeviceSampler
-from headstart.model.cuda.staged_sampling import StagedParams
+from headstart.model.cuda.staged_sampling import StagedParamsLayout
 from headstart.model.grammar.grammar_compiler import CachingGrammarCompiler
 from headstart.model.grammar.grammar_rows import GrammarRows
 from headstart.model.sampling.sampler import Sampler
 from headstart.openai.structured.grammar_text import (
     choice_grammar,
+    grammar_from_lark,
     grammar_parser_limits,
     json_schema_grammar,
-    lark_grammar,
 )
 
 FOLDER = Path(__file__).parents[3] / "src" / "headstart" / "bundled" / "intent"
@@ -65,7 +65,7 @@ def chunk_of(
     )
 
 
-def launched(device: DeviceSampler, logits: Tensor, chunks: Sequence[Chunk]) -> tuple[np.ndarray, StagedParams]:
+def launched(device: DeviceSampler, logits: Tensor, chunks: Sequence[Chunk]) -> tuple[np.ndarray, StagedParamsLayout]:
     """The answer of the device, as the host gets it."""
     staged = device.stage(chunks, ROOM)
     params = torch.from_numpy(ROOM[: staged.used].copy()).to(logits.device)
@@ -74,7 +74,7 @@ def launched(device: DeviceSampler, logits: Tensor, chunks: Sequence[Chunk]) -> 
 
 def sample(device: DeviceSampler, logits: Tensor, chunks: Sequence[Chunk]) -> list[RowResult]:
     answer, staged = launched(device, logits, chunks)
-    return device.collect_results(answer, staged, chunks, logits)
+    return device.finish_sampling(answer, staged, chunks, logits)
 
 
 def random_params(rng: Random, vocab: int) -> SamplingParams:
@@ -191,7 +191,7 @@ def test_logits_of_half_the_size_give_the_same_tokens(dtype: torch.dtype) -> Non
 def test_greedy_step_is_one_maximum_and_two_copies() -> None:
     device = DeviceSampler(50)
     staged = device.stage([chunk_of(GREEDY)] * 4, ROOM)
-    assert staged == StagedParams(4) and not staged.needs_logits_kept
+    assert staged == StagedParamsLayout(4) and not staged.needs_logits_kept
     logits, params = torch.randn(4, 50), torch.empty(0, dtype=torch.int32)
     with Watch() as watch:
         device.launch(logits, params, staged)
@@ -286,7 +286,7 @@ def test_row_planned_ahead_is_sampled_as_if_its_last_token_had_been_known(params
     for _ in range(2):  # the second time nothing is sampled again
         answer, staged = launched(device, logits, [ahead])
         history += array("i", [9, 7, 7])  # what the scheduler does before the step is collected
-        assert device.collect_results(answer, staged, [ahead], logits) == Sampler(5000).sample(logits, [known])
+        assert device.finish_sampling(answer, staged, [ahead], logits) == Sampler(5000).sample(logits, [known])
         del history[-3:]
 
 
@@ -324,7 +324,7 @@ def test_step_whose_parameters_do_not_fit_is_sampled_on_the_host() -> None:
     staged = device.stage(chunks, small)
     assert staged.used == 0 and staged.redo == {0, 1} and (small == 7).all() and staged.needs_logits_kept
     answer = device.launch(logits, torch.from_numpy(small[:0]), staged).numpy()
-    assert device.collect_results(answer, staged, chunks, logits) == Sampler(50).sample(logits, chunks)
+    assert device.finish_sampling(answer, staged, chunks, logits) == Sampler(50).sample(logits, chunks)
     assert device.stage(chunks, np.empty(needed, np.int32)).used == needed
 
 
@@ -351,7 +351,7 @@ def grammars() -> CachingGrammarCompiler:
 GRAMMARS = (
     json_schema_grammar({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}),
     choice_grammar(["alarm_set", "alarm_unset", "weather"]),
-    lark_grammar('start: (A | B)+ "y"\nA: /a*/\nB: "x" /[a-z]{30,60}/'),
+    grammar_from_lark('start: (A | B)+ "y"\nA: /a*/\nB: "x" /[a-z]{30,60}/'),
 )
 
 
@@ -414,7 +414,7 @@ def test_rows_with_grammars_are_those_of_the_sampler(grammars: CachingGrammarCom
 def test_grammar_that_exceeds_its_limits_fails_its_row_alone() -> None:
     tight = LLParserLimits(step_lexer_fuel=1, initial_lexer_fuel=2000, verbose_errors=False, step_max_items=1)
     grammars = CachingGrammarCompiler(FOLDER, GRAMMAR_VOCAB, (EOS,), tight)
-    hard = lark_grammar("start: /[a-z]*(foo|bar)[a-z]{3,300}/ | /[b-x]*(baz)[a-z]{3,300}/")
+    hard = grammar_from_lark("start: /[a-z]*(foo|bar)[a-z]{3,300}/ | /[b-x]*(baz)[a-z]{3,300}/")
     chunks = [chunk_of(SamplingParams(grammar=hard), request_id="hard"), chunk_of(ONE_OF_EACH, [5])]
     logits = torch.randn(2, GRAMMAR_VOCAB, generator=torch.Generator().manual_seed(1))
     rows = sample(DeviceSampler(GRAMMAR_VOCAB, grammars=GrammarRows(grammars, 2)), logits, chunks)
@@ -488,7 +488,7 @@ def test_gpu_samples_the_tokens_of_the_cpu_without_a_sync() -> None:
             answer = device.launch(ours, params, staged)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        found = device.collect_results(answer.cpu().numpy(), staged, chunks, ours)
+        found = device.finish_sampling(answer.cpu().numpy(), staged, chunks, ours)
         differ += sum(one.token_ids != two.token_ids for one, two in zip(expected, found, strict=True))
         count += len(chunks)
         for one in (device, oracle):

@@ -11,10 +11,10 @@ from headstart.core.request import SamplingParams
 from headstart.model.cuda.cuda_runner import _step_rows
 from headstart.model.cuda.steady_decodes import SteadyDecodes
 from headstart.model.cuda.step_plan import Ints, StepArrayLayout, StepPlanner
-from headstart.model.step_inputs import StepInputRanges, pack_chunks
+from headstart.model.step_inputs import StepInputBounds, pack_chunks
 
 PAGE, SPLIT = 4, 16
-BOUNDS = StepInputRanges(num_blocks=400, block_size=PAGE, vocab_size=50, max_positions=120)
+BOUNDS = StepInputBounds(num_blocks=400, block_size=PAGE, vocab_size=50, max_positions=120)
 PLANNER = StepPlanner(page=PAGE, group=2, kv_heads=2, processors=8, max_parts=4096, split=SPLIT, exact=False)
 NONE = np.zeros(0, np.int32)
 
@@ -49,7 +49,7 @@ def planned(
 ) -> tuple[Ints, StepArrayLayout]:
     packed = pack_chunks(chunks, BOUNDS)
     assert packed is not None
-    rows = steady.reserve_room(_step_rows(packed, chunks, previous, PAGE))
+    rows = steady.with_table_room(_step_rows(packed, chunks, previous, PAGE))
     memory = np.full(1 << 14, -7, np.int32)
     layout = PLANNER.fill(memory, rows, padded=padded, tile_rows=16, selected=NONE, outputs=0)
     steady.remember(chunks, rows, memory, layout)
@@ -67,7 +67,7 @@ def test_steps_equal_those_that_are_planned_anew(seed: int) -> None:
     for _ in range(40):
         chunks = sequences.chunks(known=random.random() < 0.2)
         due, layout = planned(oracle, chunks, previous, padded)
-        found = steady.advance(chunks, previous)
+        found = steady.try_advance(chunks, previous)
         if found is None:
             assert any(chunk.start % SPLIT == 0 for chunk in chunks)
             planned(steady, chunks, previous, padded)
@@ -98,10 +98,10 @@ def test_a_step_that_differs_otherwise_is_planned_anew(change: str) -> None:
     one = Chunk("a", array("i", [3]), start, blocks, start, 1, SamplingParams(), 1, array("i", [3]))
     planned(steady, [one], [0], 1)
     following = one._replace(start=start + 1, write_from=start + 1, block_ids=array("i", blocks))
-    assert steady.advance([CHANGES[change](following)], [0]) is None
-    assert steady.advance([following, following], [0]) is None
-    assert steady.advance([following], [0]) is not None
+    assert steady.try_advance([CHANGES[change](following)], [0]) is None
+    assert steady.try_advance([following, following], [0]) is None
+    assert steady.try_advance([following], [0]) is not None
     far = following._replace(start=120, write_from=120)
-    assert steady.advance([far], [0]) is None
+    assert steady.try_advance([far], [0]) is None
     steady.forget()
-    assert steady.advance([following._replace(start=start + 2)], [0]) is None
+    assert steady.try_advance([following._replace(start=start + 2)], [0]) is None

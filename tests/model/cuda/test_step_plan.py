@@ -43,7 +43,7 @@ def check(
         memory, rows, padded=padded, tile_rows=int(random.choice([16, 64, 128])), selected=selected.astype(np.int32),
         outputs=len(selected) + 3,
     )  # fmt: skip
-    firsts = memory[layout.first_parts_offset :][: layout.merged + 1]
+    firsts = memory[layout.first_part_indices_offset :][: layout.merged + 1]
     merged = memory[layout.merged_tokens_offset :][: layout.merged].tolist()
     seen = [np.zeros(position + 1, np.int32) for position in rows.positions]
     filled = np.zeros(layout.num_parts, np.int32)
@@ -140,7 +140,9 @@ def test_parts_of_a_prompt_have_room_beside_those_of_decodes(num_decodes: int, f
     layout = planner.fill(np.zeros(ROOM, np.int32), rows, padded=None, tile_rows=128, selected=selected, outputs=0)
     assert layout.num_parts == num_decodes * 16 + 60 * 16
     assert planner.step_fits(rows, ROOM) == (layout.num_parts <= max_parts) == fits
-    assert layout.num_parts <= planner.bounds(rows)[0] and layout.total <= planner.bounds(rows)[1]
+    assert (
+        layout.num_parts <= planner.max_parts_and_ints(rows)[0] and layout.total <= planner.max_parts_and_ints(rows)[1]
+    )
 
 
 class _Overlapping(StepPlanner):

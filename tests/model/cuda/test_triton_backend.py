@@ -153,7 +153,7 @@ def test_queries_keys_and_values_may_lie_anywhere() -> None:
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     head_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
     for rows in (sliced, turned, head_first):
-        torch.testing.assert_close(pools.own.begin(step)(1, *rows, scale=0.2), due, atol=ATOL, rtol=ATOL)
+        torch.testing.assert_close(pools.own.begin_step(step)(1, *rows, scale=0.2), due, atol=ATOL, rtol=ATOL)
 
 
 @pytest.mark.long
@@ -170,7 +170,7 @@ def test_a_poisoned_block_reaches_only_the_rows_that_read_it() -> None:
 def test_what_does_not_fit_is_refused_before_the_kernels() -> None:
     pools = Pools([40, 20], **TINY)
     step, (q, k, v) = pools.step([39, 0], [40, 20]), pools.rows([39, 0], [40, 20])
-    attend = pools.own.begin(step)
+    attend = pools.own.begin_step(step)
     for rows in ((q[:5], k, v), (q, k[:, :, :8], v), (q[:, :3], k, v), (q, k, v[:, :1])):
         with pytest.raises(ValueError, match="do not go with"):
             attend(1, *rows, scale=1.0)
@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_refused_before_the_kernels() -> None:
     with pytest.raises(ValueError, match=r"sinks \[2\] are not \[4\]"):
         attend(1, q, k, v, scale=1.0, sinks=torch.zeros(2))
     with pytest.raises(ValueError, match="outside"):
-        pools.own.begin(replace(step, kv_indices=step.kv_indices + 99))
+        pools.own.begin_step(replace(step, kv_indices=step.kv_indices + 99))
 
 
 class _Copies(TorchDispatchMode):

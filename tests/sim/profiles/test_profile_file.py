@@ -13,8 +13,8 @@ from headstart.sim.profile_file import (
     LABEL,
     MODELS,
     datasheet_profile,
-    load_profile,
     read_profile_file,
+    resolve_profile,
     write_profile_file,
 )
 from headstart.sim.sim_store import OffloadTier
@@ -35,7 +35,7 @@ def test_what_is_written_is_read(cost: AdditiveCost, tmp_path: Path) -> None:
     )
     write_profile_file(profile, tmp_path / "mine.json", {"p50": 0.1})
     assert read_profile_file(tmp_path / "mine.json") == profile
-    assert load_profile(str(tmp_path / "mine.json")) == profile
+    assert resolve_profile(str(tmp_path / "mine.json")) == profile
 
 
 @pytest.mark.parametrize(
@@ -59,11 +59,11 @@ def test_other_shapes_of_a_profile_cost_about_the_same() -> None:
     work = StepWork(streams=8, resident=40_000, new=2048, pairs=2048 * 1024.0)
     plain = REFERENCE.cost.seconds(work)
     for shape in ("padded", "superlinear", "roofline"):
-        found = load_profile(f"reference+{shape}")
+        found = resolve_profile(f"reference+{shape}")
         assert found.name == f"reference+{shape}" and found.num_blocks == REFERENCE.num_blocks
         assert found.cost.seconds(work) == pytest.approx(plain, rel=0.15)
     with pytest.raises(ConfigError, match="no shape 'round'"):
-        load_profile("reference+round")
+        resolve_profile("reference+round")
 
 
 def test_datasheet_profiles_are_labelled_and_plausible() -> None:
@@ -84,7 +84,7 @@ def test_datasheet_profiles_are_labelled_and_plausible() -> None:
 @pytest.mark.parametrize("name", ["h100", "llama-3.1-8b@h9000", "gpt@h100", "llama-3.1-8b@0xh100", ""])
 def test_an_unknown_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="there is no profile"):
-        load_profile(name)
+        resolve_profile(name)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_remedy() -> None:

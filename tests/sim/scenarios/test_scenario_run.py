@@ -30,33 +30,33 @@ def e2e(fleet: VirtualFleet) -> list[float | None]:
 
 def test_a_slow_replica_is_slow_from_then_on() -> None:
     happens = scenario({"at": 15.0, "kind": "slow", "replica": "r0", "factor": 2.0})
-    fleet = SimulationConfig(profile(), 1, scenario=happens).run_workload(one_by_one(4, 10.0))
+    fleet = SimulationConfig(profile(), 1, scenario=happens).run_new_fleet(one_by_one(4, 10.0))
     assert e2e(fleet) == [4.0, 4.0, 8.0, 8.0]
 
 
 def test_jumping_speeds_change_again_and_again() -> None:
     happens = scenario({"at": 9.0, "kind": "jump", "factors": [3.0, 1.0], "every": 20.0})
-    fleet = SimulationConfig(profile(), 1, scenario=happens).run_workload(one_by_one(4, 20.0))
+    fleet = SimulationConfig(profile(), 1, scenario=happens).run_new_fleet(one_by_one(4, 20.0))
     assert e2e(fleet) == [4.0, 12.0, 4.0, 12.0]
 
 
 def test_a_flushed_replica_computes_its_prefixes_again() -> None:
     asked = [SimRequest(at, 13, 1, (1, 2, 3, 4), BLOCK) for at in (0.0, 10.0, 30.0)]
     happens = scenario({"at": 20.0, "kind": "flush"})
-    fleet = SimulationConfig(profile(), 1, scenario=happens).run_workload(asked)
+    fleet = SimulationConfig(profile(), 1, scenario=happens).run_new_fleet(asked)
     assert [one.record.cached_tokens for one in fleet.records] == [0, 12, 0]
 
 
 def test_a_restarted_replica_serves_again() -> None:
     happens = scenario({"at": 15.0, "kind": "stop"}, {"at": 35.0, "kind": "restart"})
-    fleet = SimulationConfig(profile(), 1, scenario=happens).run_workload(one_by_one(6, 10.0))
+    fleet = SimulationConfig(profile(), 1, scenario=happens).run_new_fleet(one_by_one(6, 10.0))
     assert [one.record.ok for one in fleet.records] == [True, True, False, False, True, True]
 
 
 def test_a_draining_replica_gets_nothing_new_and_finishes_what_it_has() -> None:
     happens = scenario({"at": 1.0, "kind": "drain", "replica": "r0"})
     asked = one_by_one(12, 1.5)
-    fleet = SimulationConfig(profile(), 2, "round-robin", scenario=happens).run_workload(asked)
+    fleet = SimulationConfig(profile(), 2, "round-robin", scenario=happens).run_new_fleet(asked)
     assert all(one.record.ok for one in fleet.records)
     assert sum(one.replica == "r0" for one in fleet.records) <= 1
     check_conservation(fleet, asked)
@@ -64,7 +64,7 @@ def test_a_draining_replica_gets_nothing_new_and_finishes_what_it_has() -> None:
 
 def test_an_added_replica_takes_a_share() -> None:
     happens = scenario({"at": 20.0, "kind": "add"})
-    fleet = SimulationConfig(profile(), 1, "least-load", scenario=happens).run_workload(one_by_one(60, 1.0))
+    fleet = SimulationConfig(profile(), 1, "least-load", scenario=happens).run_new_fleet(one_by_one(60, 1.0))
     assert list(fleet.replicas) == ["r0", "r1"]
     assert sum(one.replica == "r1" for one in fleet.records) > 10
     assert fleet.replicas["r1"].up_seconds(fleet.now) == fleet.now - 20.0
@@ -73,7 +73,7 @@ def test_an_added_replica_takes_a_share() -> None:
 def test_a_fleet_grows_under_load_and_shrinks_after_it() -> None:
     tables = {"min": 1, "max": 4, "high": 6.0, "low": 1.0, "interval": 5.0, "startup": 5.0}
     asked = one_by_one(200, 0.5) + [SimRequest(300.0 + 20 * i, 4, 1, (9000 + i,), BLOCK) for i in range(20)]
-    fleet = SimulationConfig(profile(seqs=4), 1, "least-load", scenario=scenario(autoscale=tables)).run_workload(asked)
+    fleet = SimulationConfig(profile(seqs=4), 1, "least-load", scenario=scenario(autoscale=tables)).run_new_fleet(asked)
     assert len(fleet.replicas) == 4
     assert sum(replica.is_up and not replica.is_draining for replica in fleet.replicas.values()) == 1
     assert len(fleet.routers[0].endpoints) == 1
@@ -83,9 +83,9 @@ def test_a_fleet_grows_under_load_and_shrinks_after_it() -> None:
 def test_an_offload_tier_returns_what_the_pool_has_evicted() -> None:
     """A pool of 16 blocks and two prompts of 12, in turn: without the tier neither stays."""
     asked = [SimRequest(50.0 * i, 49, 1, tuple(range(100 * (i % 2), 100 * (i % 2) + 13)), BLOCK) for i in range(8)]
-    bare = SimulationConfig(profile(16), 1).run_workload(asked)
+    bare = SimulationConfig(profile(16), 1).run_new_fleet(asked)
     tier = {"blocks": 64, "tokens_per_s": 48.0, "latency": 0.5}
-    tiered = SimulationConfig(profile(16), 1, scenario=scenario(offload=tier)).run_workload(asked)
+    tiered = SimulationConfig(profile(16), 1, scenario=scenario(offload=tier)).run_new_fleet(asked)
     assert sum(one.breakdown.store for one in bare.records) == 0
     assert [one.breakdown.store for one in tiered.records[2:]] > [0] * 6
     assert all(one.breakdown.store + one.breakdown.shared == 48 for one in tiered.records[2:])
@@ -129,6 +129,6 @@ def test_every_request_ends_once_whatever_happens(seed: int, policy: str, scales
     happens = scenario(*random_events(rng, rng.randint(0, 8)), **tables)
     asked = requests(seed, 40)
     found = SimulationConfig(profile(rng.randint(16, 48), noise=0.2), 3, policy, seed=seed, scenario=happens)
-    fleet = found.run_workload(asked)
+    fleet = found.run_new_fleet(asked)
     check_conservation(fleet, asked)
-    assert found.run_workload(asked).records == fleet.records
+    assert found.run_new_fleet(asked).records == fleet.records

@@ -16,9 +16,9 @@ from headstart.core.cache.hashing import BlockHash
 from headstart.core.cache.idle_blocks import EVICTION_POLICIES
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable
-from headstart.workload.belady import belady_hits, infinite_cache_hits
+from headstart.workload.belady import belady_hits_per_request, infinite_cache_hits
 from headstart.workload.block_paths import BlockPaths, overlap_sessions, trace_block_paths
-from headstart.workload.recorded.trace_files import read_trace_file
+from headstart.workload.recorded.trace_files import read_trace_path
 from headstart.workload.recorded.trace_units import TraceUnits
 
 ROOT = BlockHash(b"root")
@@ -41,11 +41,11 @@ class EvictionConfig:
 
 def run_eviction(trace: Path, config: EvictionConfig = EvictionConfig(), bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Replay a trace with every eviction policy and pool. Raises ConfigError for an unreadable trace."""
-    recorded = read_trace_file(trace, TraceUnits(config.trace_block_size, config.trace_time_unit))
+    recorded = read_trace_path(trace, TraceUnits(config.trace_block_size, config.trace_time_unit))
     if config.at_once:
         recorded = overlap_sessions(recorded, config.at_once, config.stretch)
     prompts = trace_block_paths(recorded)
-    bar.stage(trace.name, len(config.pools))
+    bar.start_stage(trace.name, len(config.pools))
     rows: list[dict[str, Any]] = []
     for share in config.pools:
         rows.append(measure(prompts, max(int(share / 100 * prompts.num_distinct), 1), config.concurrency))
@@ -79,7 +79,7 @@ def run_eviction(trace: Path, config: EvictionConfig = EvictionConfig(), bar: Pr
 def measure(prompts: BlockPaths, num_blocks: int, concurrency: int = 1) -> dict[str, Any]:
     """Return the redundancy of the bound and of every policy in a pool of `num_blocks`, and each over the bound."""
     least = prompts.computed_tokens(infinite_cache_hits(prompts.paths))
-    bound = prompts.computed_tokens(belady_hits(prompts.paths, num_blocks)) / least
+    bound = prompts.computed_tokens(belady_hits_per_request(prompts.paths, num_blocks)) / least
     redundancy = {
         policy: prompts.computed_tokens(replay(prompts, policy, num_blocks, concurrency)) / least
         for policy in EVICTION_POLICIES
@@ -108,7 +108,7 @@ def replay(prompts: BlockPaths, policy: str, num_blocks: int, concurrency: int =
         hit = pool.match_prefix(hashes, ROOT, b"", 0)
         hits.append(len(hit))
         new = len(hashes) - len(hit)
-        while held and new > pool.num_available_to_tenant(hit):
+        while held and new > pool.num_available_after_acquire(hit):
             pool.release(held.popleft())
         pool.acquire(hit)
         blocks = hit + pool.allocate(new)

@@ -10,7 +10,7 @@ import typer
 
 from headstart.bench.cli import cli_run
 from headstart.bench.cli.bench_flags import BenchTarget, VerbFlag, verb_signature
-from headstart.model.setup.threads import choose_num_threads
+from headstart.model.setup.threads import configure_num_threads
 
 if TYPE_CHECKING:
     from headstart.measurement.progress_bar import ProgressBar
@@ -105,7 +105,7 @@ def _run(experiment: Experiment, values: dict[str, Any]) -> None:
 
     def on_machine(bar: "ProgressBar") -> "BenchmarkReport":
         if "threads" in values:
-            values["threads"] = choose_num_threads(values["threads"])
+            values["threads"] = configure_num_threads(values["threads"])
         return experiment.measure(values, is_quick=is_quick, bar=bar)
 
     cli_run.run_and_exit(on_machine, plot)

@@ -74,13 +74,13 @@ def run_stall(
     setup: EngineSetup, config: StallConfig, bar: ProgressBar = QUIET, *, clock: Clock = REAL
 ) -> BenchmarkReport:
     """Measure each bound on its own engine; a run lasts until the cold prompt has its first token."""
-    log, found = ContentionLog.new(), dict[Bound, list[_Stall]]()
+    log, found = ContentionLog.empty(), dict[Bound, list[_Stall]]()
     info: EngineInfo | None = None
     for bound in dict.fromkeys((NO_BOUND, DEFAULT, *map(Bound, config.caps), Bound(config.cap))):
-        bar.stage(f"loading the model for {bound.label}", None)
+        bar.start_stage(f"loading the model for {bound.label}", None)
         options = replace(setup.options(num_blocks=_pool_blocks(config)), max_step_time=bound.seconds)
         engine, info = setup.build(replace(options, long_prefill_token_threshold=bound.cap))
-        bar.stage(bound.label, config.runs + 1)
+        bar.start_stage(bound.label, config.runs + 1)
         found[bound] = []
         for number in range(config.runs + 1):
             rng = Random(f"{setup.seed}/{number}")

@@ -82,12 +82,12 @@ def run_fairness(seed: int, config: FairnessConfig, bar: ProgressBar = QUIET) ->
     """Serve one stream under fcfs and under k-LPM for several k. Deterministic: one seed gives the same figures."""
     traffic = _make_traffic(config, Random(seed))
     infinity = config.requests + len(traffic.warm_up) + 1  # only the first admission is of the oldest request
-    bar.stage("capacity", config.requests // 4)
+    bar.start_stage("capacity", config.requests // 4)
     rate = config.load * _capacity(config, traffic, bar)
     traffic.due = [time / rate for time in unit_poisson_arrivals(config.requests, Random(f"{seed}/arrivals"))]
     served: list[_Served] = []
     for policy, k in (("fcfs", 1), *(("lpm", k) for k in (*sorted({*config.ks, DEFAULT_K}), infinity))):
-        bar.stage(_label(policy, k, config.requests), config.requests)
+        bar.start_stage(_label(policy, k, config.requests), config.requests)
         served.append(_serve(policy, k, config, traffic, bar))
     return _report(seed, config, rate, traffic, served)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.bundled import bundled_model_folder
+from headstart.bundled import bundled_intent_model_folder
 from headstart.core.batch import Batch, Chunk
 from headstart.core.request import GREEDY
 from headstart.engine.llm import LLM
@@ -24,7 +24,7 @@ from headstart.measurement.report import BenchmarkReport, ReportTable
 from headstart.measurement.runner import EngineSetup
 from headstart.model.model_runner import ModelRunner
 from headstart.model.setup.sizing import apply_threads
-from headstart.model.step_inputs import StepInputRanges, build_step_inputs
+from headstart.model.step_inputs import StepInputBounds, build_step_inputs
 from headstart.model.weights.model_loader import LoadedModel, load_model
 from headstart.workload.synthetic import random_tokens
 from headstart_lab.intent.intent import is_correct
@@ -85,7 +85,7 @@ class Difference:
 def run_int8(setup: EngineSetup, config: Int8Config = Int8Config(), bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Load the model in each form and compare. An empty `setup.model` is the bundled one."""
     apply_threads(setup.threads)
-    folder, rng = Path(setup.model) if setup.model else bundled_model_folder(), Random(setup.seed)
+    folder, rng = Path(setup.model) if setup.model else bundled_intent_model_folder(), Random(setup.seed)
     prompts: Sequence[Sequence[int]] = []
     accuracy: dict[str, float] = {}
     if not setup.model:
@@ -99,7 +99,7 @@ def run_int8(setup: EngineSetup, config: Int8Config = Int8Config(), bar: Progres
         prompts = [random_tokens(config.tokens, vocab_size, rng) for _ in range(config.prompts)]
     found = {name: Difference() for name in FORMS if name != ORACLE}
     spread = 0.0
-    bar.stage("logits", len(prompts))
+    bar.start_stage("logits", len(prompts))
     for prompt in prompts:
         expected = logits(loaded[ORACLE], prompt)
         spread += float(expected.std(-1).mean()) / len(prompts)
@@ -126,10 +126,10 @@ def logits(loaded: LoadedModel, tokens: Sequence[int]) -> Tensor:
         num_prompt_tokens=len(ids),
         history=ids,
     )
-    bounds = StepInputRanges(num_blocks, BLOCK_SIZE, loaded.vocab_size, loaded.max_model_len)
+    bounds = StepInputBounds(num_blocks, BLOCK_SIZE, loaded.vocab_size, loaded.max_model_len)
     step, _, errors = build_step_inputs(Batch((chunk,)), bounds, loaded.device)
     assert step is not None and not errors, errors
-    return loaded.model.logits(loaded.model.forward(step, runner.attention.begin_step(step))).float()
+    return loaded.model.logits_from_hidden(loaded.model.forward(step, runner.attention.begin_step(step))).float()
 
 
 def _conversations(
@@ -140,7 +140,7 @@ def _conversations(
     prompts: list[list[int]] = []
     accuracy: dict[str, float] = {}
     for name, (dtype, quantization, bits) in FORMS.items():
-        bar.stage(f"answers in {name}", None)
+        bar.start_stage(f"answers in {name}", None)
         llm = LLM(dtype=dtype, quantization=quantization, activation_bits=str(bits), threads=setup.threads)
         answers = llm.chat(asked, {"temperature": 0, "max_tokens": MAX_TOKENS}, progress=False)
         right = sum(is_correct(answer.text, example) for answer, example in zip(answers, examples, strict=True))

@@ -19,7 +19,7 @@ from headstart.measurement.machine import ContentionMeter
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportTable, min_and_max
 from headstart.model.kernels.chain import ChainBuffers, ChainLink, LinearChain
-from headstart.model.kernels.library import KernelLibrary, kernels_in_use
+from headstart.model.kernels.library import KernelLibrary, kernel_library_in_use
 from headstart.model.kernels.packed import PackedLinear, PackedNorm
 from headstart.model.layers.linear import can_pack_weight
 from headstart.model.setup.sizing import apply_threads
@@ -58,7 +58,7 @@ def run_linears(config: LinearsConfig, bar: ProgressBar = QUIET) -> BenchmarkRep
     bounds: dict[str, list[float]] = {}
     others: dict[str, float | None] = {}
     rows: list[tuple[Any, ...]] = []
-    bar.stage("multiplying", len(config.rows))
+    bar.start_stage("multiplying", len(config.rows))
     for count in config.rows:
         meter.start()
         times = _by_turns(model.passes(count), config.seconds)
@@ -92,7 +92,7 @@ class Layers:
         self.sizes = [(hidden, attended), (2 * wide, hidden), (hidden, wide), (heads, hidden)]
         self.num_weights = count * sum(rows * columns for rows, columns in self.sizes)
         weights = [[torch.randn(size).bfloat16() for size in self.sizes] for _ in range(count)]
-        found = kernels_in_use()
+        found = kernel_library_in_use()
         self.chains: dict[str, list[LinearChain]] = {}
         if found is not None:
             for name, int8 in (("ours", False), ("ours_int8", True)):
@@ -179,10 +179,10 @@ def _figures(model: Layers, count: int, name: str, seconds: list[float]) -> tupl
 
 def _read_rate(threads: int) -> float | None:
     """Return the bytes per second of a plain memory read; None without kernels."""
-    found = kernels_in_use()
+    found = kernel_library_in_use()
     if found is None:
         return None
-    memory = found.arena.take((READ_BYTES,), torch.uint8).fill_(1)
+    memory = found.arena.take_zeros((READ_BYTES,), torch.uint8).fill_(1)
     times: list[float] = []
     for _ in range(9):
         began = time.perf_counter()

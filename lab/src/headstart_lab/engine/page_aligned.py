@@ -28,11 +28,11 @@ from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
 from headstart.measurement.runner import EngineSetup, describe_engine
 from headstart.model.attention.base import resolve_backend
-from headstart.model.kernels.library import KernelLibrary, kernels_in_use
+from headstart.model.kernels.library import KernelLibrary, kernel_library_in_use
 from headstart.model.kv_writes import KVWrites
 from headstart.model.packed_kv import PackedKV
 from headstart.model.paged_kv import PagedKV, TokenKVShape
-from headstart.model.step_inputs import StepInputRanges, build_step_inputs
+from headstart.model.step_inputs import StepInputBounds, build_step_inputs
 from headstart.model.weights.shapes import SHAPES, DecoderShape
 from headstart.workload.request_record import median
 from headstart.workload.synthetic import random_tokens
@@ -80,14 +80,14 @@ def run_page_aligned(
     setup: EngineSetup, config: AlignedConfig = AlignedConfig(), bar: ProgressBar = QUIET
 ) -> BenchmarkReport:
     """Measure all three modes in turn. Figures only; there is no pass or fail."""
-    log = ContentionLog.new()
+    log = ContentionLog.empty()
     found: dict[str, list[float]] = {}
-    bar.stage("token budget lost", config.runs)
+    bar.start_stage("token budget lost", config.runs)
     lost = _budgets(setup.seed, config, bar)
     found |= {f"budget_lost_{mode}": lost["mixed"][mode] for mode in MODES}
-    bar.stage("KV writes", config.runs)
+    bar.start_stage("KV writes", config.runs)
     found |= _write_times(setup.seed, config, log, bar)
-    bar.stage("loading the model", None)
+    bar.start_stage("loading the model", None)
     whole, facts, problems = _whole(setup, config, log, bar)
     found |= {f"whole_s_{mode}": [run.seconds for run in runs] for mode, runs in whole.items()}
     values = {name: median(figures) for name, figures in found.items()}
@@ -146,7 +146,7 @@ def _write_times(seed: int, config: AlignedConfig, log: ContentionLog, bar: Prog
 
 def _planned(mode: str, seed: int, config: AlignedConfig) -> list[Planned]:
     """Return the writes of the last steps in which prompts waited, on a pool that other prompts have used."""
-    bounds = StepInputRanges(config.write_blocks, BLOCK_SIZE, VOCAB_SIZE, LIMITS.max_model_len)
+    bounds = StepInputBounds(config.write_blocks, BLOCK_SIZE, VOCAB_SIZE, LIMITS.max_model_len)
     planned: list[Planned] = []
     mix = MIXES["mixed"]._replace(longest_output=8)  # so that the budget is the limit, not the pool
     for step in steps(MODES[mode], mix, seed, num_prompts=config.write_prompts, num_blocks=config.write_blocks):
@@ -182,7 +182,7 @@ class _TorchPages:
 
     def write(self, planned: Planned, keys: Tensor, values: Tensor, *, by_token: bool) -> tuple[float, float]:
         """Return the seconds of planning for the step (0), and the seconds for all layers."""
-        write = self._kv.write_layer_by_token if by_token else self._kv.write
+        write = self._kv.write_layer_by_token if by_token else self._kv.write_layer
         begin = time.perf_counter()
         for layer in range(self._kv.shape.num_layers):
             write(layer, keys, values, planned.writes)
@@ -191,7 +191,7 @@ class _TorchPages:
 
 def _packing_kernels(head_dim: int) -> KernelLibrary | None:
     """Return the kernels whose layout a server on this machine uses; None: torch's."""
-    return kernels_in_use() if resolve_backend("auto", CPU, head_dim) == "cpu" else None
+    return kernel_library_in_use() if resolve_backend("auto", CPU, head_dim) == "cpu" else None
 
 
 def _by_token(writes: KVWrites) -> KVWrites:
@@ -258,7 +258,7 @@ def _whole(
     lengths = [min(mix.prompt_length(rng), longest) for _ in range(config.whole_prompts)]
     prompts = [random_tokens(length, info.vocab_size, rng) for length in lengths]
     sampling = SamplingParams(max_tokens=config.whole_outputs, temperature=0.0)
-    bar.stage("the same prompts, to completion", (1 + config.runs * len(MODES)) * len(prompts))
+    bar.start_stage("the same prompts, to completion", (1 + config.runs * len(MODES)) * len(prompts))
 
     def timed(mode: str, name: str) -> RunResult:
         limits = replace(engine.scheduler.limits, align=MODES[mode].align, charge_ceil=MODES[mode].charge_ceil)

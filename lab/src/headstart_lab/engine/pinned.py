@@ -28,7 +28,7 @@ AT_LEAST = 896  # whole blocks of 16 in 900 tokens
 
 def run_pinned(setup: EngineSetup, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Pin the prefix, send the first prompt that begins with it, flood the pool, and send another."""
-    bar.stage("loading the model", None)
+    bar.start_stage("loading the model", None)
     engine, info = setup.build(setup.options(num_blocks=NUM_BLOCKS))
     rng = Random(setup.seed)
 
@@ -40,13 +40,13 @@ def run_pinned(setup: EngineSetup, bar: ProgressBar = QUIET) -> BenchmarkReport:
     flood = [tokens(PREFIX + OWN) for _ in range(-(-POOLS * NUM_BLOCKS * info.block_size // (PREFIX + OWN)))]
 
     def send(label: str, *prompts: "array[int]", cache: CacheMode = CacheMode.READ_WRITE) -> RunResult:
-        bar.stage(label, len(prompts))
+        bar.start_stage(label, len(prompts))
         sampling = SamplingParams(max_tokens=OUTPUT, temperature=0.0)
         requests = [replace(request, cache=cache) for request in requests_from_prompts(prompts, sampling, label)]
         return run_requests(engine, requests, bar=bar)
 
     cold = send("cold", tokens(PREFIX + OWN))
-    bar.stage("warming", None)
+    bar.start_stage("warming", None)
     warm_seconds = _pin(engine, fixed)
     runs = {
         "cold": cold,

@@ -88,9 +88,9 @@ def run_order(seed: int, config: OrderConfig, bar: ProgressBar = QUIET) -> Bench
         raise ConfigError(f"--waiting {config.waiting}: {config.steps} steps admit one each; request more")
     if config.policy not in POLICIES:
         raise ConfigError(f"--scheduling-policy {config.policy!r} is unknown; choose one of {', '.join(POLICIES)}")
-    log, costs, problems = ContentionLog.new(), dict[str, _Cost](), list[str]()
+    log, costs, problems = ContentionLog.empty(), dict[str, _Cost](), list[str]()
     for number, make in enumerate(FORMS):
-        bar.stage(f"queues {number + 1}/{len(FORMS)}", 2 * config.runs)
+        bar.start_stage(f"queues {number + 1}/{len(FORMS)}", 2 * config.runs)
         for run in range(config.runs):
             for case in make(config, Random(f"{seed}/{run}")):
                 steps = measure_uncontended(lambda c=case: _measure(c, config), log)

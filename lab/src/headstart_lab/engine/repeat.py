@@ -16,11 +16,11 @@ NUM_BLOCKS = 256
 
 def run_repeated_prompt(setup: EngineSetup, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Send one prompt of 1,024 tokens twice, one output token each."""
-    bar.stage("loading the model", None)
+    bar.start_stage("loading the model", None)
     engine, info = setup.build(setup.options(num_blocks=NUM_BLOCKS))
     prompt = random_tokens(PROMPT, info.vocab_size, Random(setup.seed))
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
-    bar.stage("the same prompt twice", 2)
+    bar.start_stage("the same prompt twice", 2)
     first, again = (
         run_requests(engine, requests_from_prompts([prompt], sampling, name), bar=bar) for name in ("first", "again")
     )

@@ -57,7 +57,7 @@ def run_scan(seed: int, config: ScanConfig = ScanConfig(), bar: ProgressBar = QU
     found: dict[str, _Found] = {}
     problems: list[str] = []
     for policy in EVICTION_POLICIES:
-        bar.stage(f"eviction policy {policy}", config.uses)
+        bar.start_stage(f"eviction policy {policy}", config.uses)
         found[policy] = _run(policy, seed, config, bar, problems)
     hot, lru = found["2q"], found["lru"]
     values: dict[str, Any] = {

@@ -29,10 +29,10 @@ from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.measurement.machine import ContentionLog, measure_uncontended
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportTable, min_and_max
-from headstart.model.kernels.block_hashes import compiled_hash_chain
+from headstart.model.kernels.block_hashes import load_compiled_hash_chain
 from headstart.model.kernels.compiled_blocks import compiled_block_loops
 from headstart.workload.request_record import median
-from headstart.workload.synthetic import random_tokens, rotations
+from headstart.workload.synthetic import random_tokens, rotated_prompts
 from headstart_lab.runners.null_executor import NullExecutor
 
 BLOCK_SIZE = 16
@@ -67,9 +67,9 @@ def run_scheduler(seed: int, runs: int, bar: ProgressBar = QUIET, *, peer: Seque
 
     `peer` is a command that measures another scheduler in the same way, given the seed: it runs in turn with ours.
     """
-    log = ContentionLog.new()
+    log = ContentionLog.empty()
     ours, theirs = list[dict[str, Any]](), list[dict[str, Any]]()
-    bar.stage("scheduling", runs)
+    bar.start_stage("scheduling", runs)
     for run in range(runs):
         if peer:  # first, so that one that cannot be run is named at once
             theirs.append(measure_uncontended(lambda r=run: _peer_costs([*peer, f"{seed}/{r}"]), log))
@@ -108,7 +108,7 @@ def _report(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], seed: int,
             "cached_tokens": CACHED,
             "warm_prompts": WARM_PROMPTS,
             "warm_tokens": WARM_TOKENS,
-            "compiled_hashes": compiled_hash_chain() is not None,
+            "compiled_hashes": load_compiled_hash_chain() is not None,
             "peer_versions": theirs[0].get("versions") if theirs else None,
         },
         contention=log.as_dict(),
@@ -138,7 +138,7 @@ def _costs(rng: Random) -> dict[str, float]:
     gc.collect()
     gc.freeze()  # as the engine process does after startup
     admit, finish = _admit_cached(rng)
-    seconds = [_step_of_decodes(rng), admit, finish, _hash_1k(rng, compiled_hash_chain()), _hash_1k(rng, None)]
+    seconds = [_step_of_decodes(rng), admit, finish, _hash_1k(rng, load_compiled_hash_chain()), _hash_1k(rng, None)]
     seconds += _warm_pass(rng)
     return {f"{figure}_us": 1e6 * value for figure, value in zip((*FIGURES, *OWN_FIGURES), seconds, strict=True)}
 
@@ -160,7 +160,7 @@ def _engine(num_blocks: int) -> tuple[Engine, _Stopwatch]:
     limits = Limits(max_batched_tokens=8192, max_seqs=DECODES, max_model_len=2 * PROMPT)
     scheduler = Scheduler(
         SchedulerConfig(num_blocks, BLOCK_SIZE, limits, policy="fcfs", eviction_policy="lru", tenant_floor=0.0),
-        chain=compiled_hash_chain(),
+        chain=load_compiled_hash_chain(),
         ops=compiled_block_loops(),
     )
     watch = _Stopwatch(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
@@ -211,8 +211,8 @@ def _warm_pass(rng: Random, passes: int = 32) -> tuple[float, float, float, floa
     num_blocks = 2 * WARM_PROMPTS * (WARM_TOKENS // BLOCK_SIZE + 1)
     config = SchedulerConfig(num_blocks, BLOCK_SIZE, limits, tenant_floor=0.0)  # as `serve` has them
     watch = _Stopwatch(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
-    engine = Engine(Scheduler(config, chain=compiled_hash_chain(), ops=compiled_block_loops()), watch)
-    prompts = rotations(random_tokens(WARM_TOKENS, VOCAB_SIZE, rng), WARM_PROMPTS)
+    engine = Engine(Scheduler(config, chain=load_compiled_hash_chain(), ops=compiled_block_loops()), watch)
+    prompts = rotated_prompts(random_tokens(WARM_TOKENS, VOCAB_SIZE, rng), WARM_PROMPTS)
     times: list[tuple[float, float, float, float]] = []
     for number in range(passes + 2):  # the first two compute the prompts, and make their blocks protected ones
         start = thread_time()

@@ -32,11 +32,11 @@ def run_twins(
 ) -> BenchmarkReport:
     """Measure bursts, each on its own engine, cold every time; with `baseline` also without any reuse."""
     forms = [check_form(form) for form in forms]
-    log, results = ContentionLog.new(), list[_Result]()
+    log, results = ContentionLog.empty(), list[_Result]()
     known: dict[bytes, RunResult] = {}  # runs without reuse, by their prompts
     info: EngineInfo | None = None
     for form in forms:
-        bar.stage(f"loading the model for {form.name}", None)
+        bar.start_stage(f"loading the model for {form.name}", None)
         options = setup.options(num_blocks=_pool_blocks(form))
         engine, info = setup.build(replace(options, long_prefill_token_threshold=form.cap))
         prompts = form.prompts(info.vocab_size, Random(setup.seed))
@@ -47,7 +47,7 @@ def run_twins(
                 known[key] = _run_without_reuse(engine, form, prompts, bar)
             result.off = known[key]
         for number in range(runs):
-            bar.stage(f"{form.name} {number + 1}/{runs}", form.num_requests)
+            bar.start_stage(f"{form.name} {number + 1}/{runs}", form.num_requests)
             result.add(measure_uncontended(lambda e=engine, f=form, p=prompts, n=number: _run(e, f, p, n, bar), log))
         results.append(result)
     assert info is not None, "no form to measure"
@@ -180,7 +180,7 @@ def _run(
 
 def _run_without_reuse(engine: Engine, form: Form, prompts: "list[array[int]]", bar: ProgressBar) -> RunResult:
     """Run the same prompts with the cache bypassed."""
-    bar.stage(f"{form.name}, caching off", len(prompts))
+    bar.start_stage(f"{form.name}, caching off", len(prompts))
     requests = requests_from_prompts(prompts, _greedy(form), "off")
     return run_requests(engine, [_bypassing(request) for request in requests], bar=bar)
 

@@ -23,9 +23,9 @@ from statistics import mean
 from typing import Any
 
 from headstart.core.cache.idle_blocks import EVICTION_POLICIES
-from headstart.measurement.machine import print_figures
+from headstart.measurement.machine import print_figures_with_machine
 from headstart.workload.block_paths import TEXT_BLOCK, BlockPaths, overlap_sessions, trace_block_paths
-from headstart.workload.recorded.trace_files import read_trace_file
+from headstart.workload.recorded.trace_files import read_trace_path
 from headstart.workload.traces import Trace, TracedRequest
 from headstart_lab.cache.eviction_replay import measure
 
@@ -58,21 +58,21 @@ def main() -> int:
         }
         for policy, values in over.items()
     }
-    print_figures({"bench": "eviction halves", "half": args.half, "rows": rows, "policies": summary})
+    print_figures_with_machine({"bench": "eviction halves", "half": args.half, "rows": rows, "policies": summary})
     return 0
 
 
 def traffic(folder: Path, half: int) -> dict[str, BlockPaths]:
     """Return the prompts of one half, by name of the traffic."""
-    chats = read_trace_file(folder / "mooncake_conversation_trace.jsonl")
+    chats = read_trace_path(folder / "mooncake_conversation_trace.jsonl")
     found = {"conversation": trace_block_paths(_by_time(chats, half))}
-    one_off = [read_trace_file(folder / f"azure_llm_2023_{name}.csv") for name in ("conv", "code")]
+    one_off = [read_trace_path(folder / f"azure_llm_2023_{name}.csv") for name in ("conv", "code")]
     found["conversation and one-off"] = _with_one_offs(_by_time(chats, half), [_by_time(one, half) for one in one_off])
-    sessions = _coarser(read_trace_file(folder / "agentx"))
+    sessions = _coarser(read_trace_path(folder / "agentx"))
     for at_once in (8, 32):
         found[f"AgentX, {at_once} overlap"] = _sessions(sessions, half, at_once)
     for name in ("miniswe", "taubench"):
-        trace = _with_block_ids(read_trace_file(folder / f"agent_{name}.jsonl"))
+        trace = _with_block_ids(read_trace_path(folder / f"agent_{name}.jsonl"))
         found[f"{name}, 8 overlap"] = _sessions(trace, half, 8)
     found["documents and best-of"] = documents_and_best_of(half)
     return found

@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median
 
 from headstart.core.cache.idle_blocks import EVICTION_POLICIES
-from headstart.measurement.machine import print_figures
+from headstart.measurement.machine import print_figures_with_machine
 from headstart.workload.block_paths import trace_block_paths
-from headstart.workload.traces import read_trace
+from headstart.workload.traces import parse_trace
 from headstart_lab.cache.eviction_replay import replay
 
 
@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     with args.trace.open() as lines:
-        prompts = trace_block_paths(read_trace(lines))
+        prompts = trace_block_paths(parse_trace(lines))
     num_blocks = int(args.pool / 100 * prompts.num_distinct)
     total = sum(map(len, prompts.paths))
     micros: dict[str, list[float]] = {policy: [] for policy in EVICTION_POLICIES}
@@ -38,7 +38,7 @@ def main() -> int:
             micros[policy].append(1e6 * (time.thread_time() - began) / total)
             published[policy] = total - hits
         print({policy: round(values[-1], 2) for policy, values in micros.items()}, file=sys.stderr)
-    print_figures(
+    print_figures_with_machine(
         {
             "bench": "eviction policy cost",
             "trace": args.trace.name,

@@ -17,11 +17,11 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from headstart.measurement.machine import print_figures
+from headstart.measurement.machine import print_figures_with_machine
 from headstart.measurement.progress_bar import QUIET, ProgressBar, progress_bar
 from headstart.workload.jobs import Job
 from headstart.workload.synthetic import random_tokens
-from headstart.workload.traces import CHAIN_BLOCK, Trace, read_trace
+from headstart.workload.traces import CHAIN_BLOCK, Trace, parse_trace
 from headstart_lab.eviction.virtual_serving import (
     BLOCK_SIZE,
     VOCAB_SIZE,
@@ -217,15 +217,15 @@ def main() -> int:
     found: dict[str, list[dict[str, Any]]] = {}
     with progress_bar() as bar:
         if args.chat:
-            slices = list(chat(read_trace(args.chat.read_text().splitlines()), args.requests))
+            slices = list(chat(parse_trace(args.chat.read_text().splitlines()), args.requests))
             found["chat"] = measure(slices, args.pools, args.policies, bar)
         if args.agents:
-            mixes = list(agents(read_trace(args.agents.read_text().splitlines()), args.seeds))
+            mixes = list(agents(parse_trace(args.agents.read_text().splitlines()), args.seeds))
             found["agents"] = measure(mixes, args.pools, args.policies, bar)
         bar.stage("made cases")
         found["best case"] = made("best case", best_case, "fcfs") + made("best case", best_case, "lpm")
         found["worst case"] = made("worst case", worst_case, "priority")
-    print_figures(
+    print_figures_with_machine(
         {
             "bench": "queued block references",
             "traces": [path.name for path in (args.chat, args.agents) if path],

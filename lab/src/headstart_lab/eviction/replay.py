@@ -16,9 +16,9 @@ from typing import Any
 
 from headstart.core.cache.eviction import PROTECTED_SHARE, EvictionOrder, TwoQueueOrder
 from headstart.core.cache.idle_blocks import EVICTION_POLICIES
-from headstart.measurement.machine import print_figures
+from headstart.measurement.machine import print_figures_with_machine
 from headstart.workload.block_paths import trace_block_paths
-from headstart.workload.traces import read_trace
+from headstart.workload.traces import parse_trace
 from headstart_lab.cache.eviction_replay import replay
 
 POOLS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)  # of the distinct blocks of the trace
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=16, help="requests that hold their blocks at a time")
     args = parser.parse_args()
     with args.trace.open(encoding="utf-8") as lines:
-        prompts = trace_block_paths(read_trace(lines))
+        prompts = trace_block_paths(parse_trace(lines))
     distinct = prompts.num_distinct
     total = sum(map(len, prompts.paths))
     longest = max(map(len, prompts.paths))
@@ -52,7 +52,7 @@ def main() -> int:
         }
         rows.append({"pool_blocks": num_blocks, "pool_share": share, **rates})
         print(json.dumps(rows[-1]), file=sys.stderr)
-    print_figures(
+    print_figures_with_machine(
         {
             "bench": "eviction replay",
             "trace": args.trace.name,

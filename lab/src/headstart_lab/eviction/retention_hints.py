@@ -18,11 +18,11 @@ from random import Random
 from typing import Any
 
 from headstart.core.request import DEFAULT_RETENTION, RetentionHint
-from headstart.measurement.machine import print_figures
+from headstart.measurement.machine import print_figures_with_machine
 from headstart.measurement.progress_bar import QUIET, ProgressBar, progress_bar
 from headstart.openai.cache_params import KEYED_PRIORITY, MAX_TTL, TIMED_PRIORITY
 from headstart.workload.jobs import Job
-from headstart.workload.traces import CHAIN_BLOCK, Trace, read_trace
+from headstart.workload.traces import CHAIN_BLOCK, Trace, parse_trace
 from headstart_lab.eviction.queued_refs import agent_sessions
 from headstart_lab.eviction.virtual_serving import (
     BLOCK_SIZE,
@@ -148,7 +148,7 @@ def main() -> int:
     parser.add_argument("--chat", type=Path, help="a trace in Mooncake's format")
     args = parser.parse_args()
     traces = {
-        name: read_trace(path.read_text().splitlines())
+        name: parse_trace(path.read_text().splitlines())
         for name, path in (("agents", args.agents), ("one-off", args.one_off), ("chat", args.chat))
         if path
     }
@@ -159,7 +159,7 @@ def main() -> int:
                 rows += measure(traces["agents"], traces[name], name, bar)
         if "chat" in traces:
             rows += measure_alike(traces["chat"], bar)
-    print_figures(
+    print_figures_with_machine(
         {
             "bench": "retention hints",
             "traces": [path.name for path in (args.agents, args.one_off, args.chat) if path],

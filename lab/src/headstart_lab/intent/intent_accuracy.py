@@ -61,7 +61,7 @@ def measure_accuracy(answer: Answer, config: AccuracyConfig, bar: ProgressBar = 
     examples, conversations = questions(config)
     found: dict[str, Sequence[Completed]] = {}
     for name in ("off", "on"):
-        bar.stage(f"{len(examples)} sentences, caching {name}", len(examples))
+        bar.start_stage(f"{len(examples)} sentences, caching {name}", len(examples))
         found[name] = answer(conversations, name == "on")
     right = {
         name: sum(is_correct(one.text, example) for one, example in zip(completions, examples, strict=True))
@@ -93,7 +93,7 @@ def _measure_with_schema(answer: Answer, config: AccuracyConfig, found: Accuracy
     """Send every request with the schema of its preamble; add the figures and problems to `found`."""
     examples, conversations = questions(config)
     preambles = [make_preamble(seed) for seed, share in _shares(config) for _ in range(share)]
-    bar.stage(f"{len(examples)} sentences, with a schema", len(examples))
+    bar.start_stage(f"{len(examples)} sentences, with a schema", len(examples))
     completions = answer(conversations, True, [answer_schema(preamble) for preamble in preambles])
     num_valid = sum(is_valid(one.text, preamble) for one, preamble in zip(completions, preambles, strict=True))
     num_right = sum(is_correct(one.text, example) for one, example in zip(completions, examples, strict=True))

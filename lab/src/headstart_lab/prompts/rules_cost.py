@@ -14,7 +14,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from headstart.gateway.proxy.request_reader import RequestParser, RequestSender
+from headstart.gateway.proxy.request_reader import RequestParser, SenderRoutingInfo
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.canonical.canonical_body import CHAT
 from headstart.openai.canonical.prompt_rules import NO_RULES, RULE_TEXTS, PromptRules
@@ -69,7 +69,7 @@ def main() -> None:
 
         def router(rules: PromptRules) -> Callable[[bytes], object]:
             reader = RequestParser(None, rules)
-            return lambda data: reader.read(CHAT, data, RequestSender())
+            return lambda data: reader.read(CHAT, data, SenderRoutingInfo())
 
         for part, make in (("server_parses", parsed), ("server_prepares", server), ("router_reads", router)):
             works = [make(rules) for rules in (NO_RULES, ALL)]

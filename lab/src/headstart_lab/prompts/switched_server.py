@@ -42,7 +42,7 @@ class SwitchedState(ServerState):
     def _switch(self, options: ServerOptions, model: ServedModel) -> None:
         self.options = options
         self.prompt_log = RecentBodyLog(options.prompt_log_size, frozenset(options.prompt_rule))
-        self.open(model)
+        self.start_admitting(model)
 
 
 if __name__ == "__main__":

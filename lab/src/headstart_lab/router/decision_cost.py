@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from headstart.core.cache.hashing import BlockHash
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportTable
-from headstart.model.kernels.block_hashes import compiled_hash_chain
+from headstart.model.kernels.block_hashes import load_compiled_hash_chain
 from headstart.model.kernels.compiled_pool import compiled_pool_factory
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
@@ -60,12 +60,12 @@ def run_pick(seed: int, config: PickConfig = PickConfig(), bar: ProgressBar = QU
     values: dict[str, Any] = {}
     problems: list[str] = []
     rows: list[tuple[Any, ...]] = []
-    bar.stage("filling the index", config.replicas)
+    bar.start_stage("filling the index", config.replicas)
     rng = Random(seed)
     router, long_prompts, index_bytes = full_router(config, rng, bar)
     gc.collect()
     gc.freeze()  # excludes garbage collection of a million index entries from the timing
-    bar.stage("decisions", len(policy_names()))
+    bar.start_stage("decisions", len(policy_names()))
     for name in policy_names():
         router.policy = make_policy(name)
         times = decision_times(router, long_prompts, config, rng)
@@ -78,7 +78,7 @@ def run_pick(seed: int, config: PickConfig = PickConfig(), bar: ProgressBar = QU
     values["sent_cold_p50_us"], values["sent_cold_p99_us"] = percentile(cold, 50), percentile(cold, 99)
     rows.append(("sent, all blocks new", values["sent_cold_p50_us"], values["sent_cold_p99_us"]))
     values["requests_per_second"] = _whole(router, config, rng)
-    bar.stage("unique prompts", config.unique)
+    bar.start_stage("unique prompts", config.unique)
     before = sum(len(index_of(endpoint)) for endpoint in router.endpoints.values())
     _unique(router, config, rng, bar)
     after = sum(len(index_of(endpoint)) for endpoint in router.endpoints.values())
@@ -137,7 +137,7 @@ def _resident_bytes() -> int:
 
 def times_of_requests(router: Router, config: PickConfig, share: float, rng: Random) -> dict[str, list[float]]:
     """Return the milliseconds of each part of requests with the long prompt, of which `share` was sent before."""
-    root, chain = router_root("m"), compiled_hash_chain() if config.compiled else None
+    root, chain = router_root("m"), load_compiled_hash_chain() if config.compiled else None
     prefix = random_tokens(int(share * config.long_prompt), VOCAB_SIZE, rng)
     times: dict[str, list[float]] = {part: [] for part in PARTS}
 

@@ -94,7 +94,7 @@ def eject_seconds(decisions: Sequence[dict[str, Any]], kills: Sequence[tuple[str
 def _fleet(config: FailoverConfig, folder: Path, bar: ProgressBar) -> Generator[tuple[list[Served], Served]]:
     """Yield ready replicas and a router that sends requests to all of them; all are killed at the end."""
     *ports, router_port = quiet_ports(config.replicas + 1)
-    bar.stage(f"starting {config.replicas} replicas and a router", None)
+    bar.start_stage(f"starting {config.replicas} replicas and a router", None)
     with ExitStack() as stack:
         replicas: list[Served] = []
         for number, port in enumerate(ports):
@@ -123,7 +123,7 @@ async def _measure(
     for replica in replicas:
         await _until(lambda replica=replica: _is_served(router, replica))
     await _kills(config, replicas, router, rng, found, bar)
-    bar.stage("capacity", None)
+    bar.start_stage("capacity", None)
     found.capacity = await _capacity(config, router, rng)
     await _rolling(config, replicas, router, rng, found, bar)
 
@@ -133,7 +133,7 @@ async def _kills(
 ) -> None:
     load, over = Load(router.url, rng, config.output_tokens), False
     working = asyncio.create_task(load.closed(config.workers, lambda: not over))
-    bar.stage("kills under load", config.kills)
+    bar.start_stage("kills under load", config.kills)
     try:
         for number in range(config.kills):
             victim = replicas[number % len(replicas)]
@@ -165,7 +165,7 @@ async def _rolling(
 ) -> None:
     load, is_rolled = Load(router.url, rng, config.output_tokens), False
     rate = config.load * found.capacity
-    bar.stage(f"rolling restart at {rate:.1f} requests per second", len(replicas))
+    bar.start_stage(f"rolling restart at {rate:.1f} requests per second", len(replicas))
     working = asyncio.create_task(load.open(rate, lambda: load.num_sent < config.requests or not is_rolled))
     try:
         await _until(lambda: len(load.outcomes) >= config.requests // 20)

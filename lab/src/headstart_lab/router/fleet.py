@@ -48,7 +48,7 @@ def measure_fleet(setup: EngineSetup, config: FleetConfig, bar: ProgressBar = QU
     with TemporaryDirectory(prefix="headstart-fleet-") as scratch, ExitStack() as stack:
         launch = replica_launch(setup, config, Path(scratch))
         replicas: list[Replica] = []
-        bar.stage("starting replicas", config.replicas)
+        bar.start_stage("starting replicas", config.replicas)
         for _ in range(config.replicas):
             replicas.append(stack.enter_context(replica(launch, None)))
             bar.advance()
@@ -85,7 +85,7 @@ class _Fleet:
             rate = self.config.rates[kind]
             if rate == 0.0:
                 questions = self._questions(kind, "load", 1.0)
-                self.bar.stage(f"{TITLES[kind]}: capacity of {BASELINE}", len(questions))
+                self.bar.start_stage(f"{TITLES[kind]}: capacity of {BASELINE}", len(questions))
                 trial = self._serve(Entrant(BASELINE, policy=BASELINE), questions, LOADED * len(self.replicas))
                 seconds = max((record.finish or 0.0 for record in trial.records), default=0.0)
                 if trial.errors or seconds <= 0.0:
@@ -97,7 +97,7 @@ class _Fleet:
     def run(self, entrant: Entrant, kind: str, run: int) -> Trial:
         """Run one router on one workload; texts and arrivals depend only on the run."""
         questions = self._questions(kind, str(run), self.measured.rates[kind])
-        self.bar.stage(f"{TITLES[kind]}, {entrant.name}, run {run + 1} of {self.config.runs}", len(questions))
+        self.bar.start_stage(f"{TITLES[kind]}, {entrant.name}, run {run + 1} of {self.config.runs}", len(questions))
         meter, before = ContentionMeter(), self._cpu_seconds()
         meter.start()
         try:

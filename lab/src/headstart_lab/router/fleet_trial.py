@@ -136,4 +136,4 @@ class Measured:
     trials: dict[str, dict[str, list[Trial]]]
     rates: dict[str, float] = field(default_factory=dict[str, float])
     borne: dict[str, float] = field(default_factory=dict[str, float])  # requests/s by round robin, under full load
-    log: ContentionLog = field(default_factory=ContentionLog.new)
+    log: ContentionLog = field(default_factory=ContentionLog.empty)

@@ -31,7 +31,7 @@ class LlmdPolicy:
     def rank(self, view: PolicyInput) -> RankedCandidates:
         """Rank by tokens in flight, replicas with the prefix first."""
         loads = [float(c.endpoint.load.inflight_tokens + uncached_tokens(view, c)) for c in view.candidates]
-        enough = self.threshold * max(view.prompt_tokens, 1)
+        enough = self.threshold * max(view.num_prompt_tokens, 1)
         sticky = [c.hit_tokens >= enough for c in view.candidates]
         inside = [c.endpoint.load.inflight_tokens for c, is_in in zip(view.candidates, sticky, strict=True) if is_in]
         outside = [
@@ -63,7 +63,7 @@ class DynamoPolicy:
             size = endpoint.block_size
             block_hashes = view.request.prompt.block_hashes(size)
             prefill = (endpoint.load.pending_tokens + uncached_tokens(view, candidate)) / size
-            held, own = endpoint.index.count_held_and_prefix(block_hashes)
+            held, own = endpoint.index.count_held_and_held_prefix(block_hashes)
             return prefill + held + len(block_hashes) - own
 
         return rank_by_number(view, [blocks(candidate) for candidate in view.candidates], "fewest blocks")
@@ -95,7 +95,7 @@ class SmgPolicy:
         loads = [candidate.endpoint.num_requests(view.now) for candidate in view.candidates]
         mean = sum(loads) / len(loads)
         margin = min(float(self.balance_abs), max(2 * sqrt(mean), self.MIN_MARGIN))
-        enough = self.threshold * view.prompt_tokens
+        enough = self.threshold * view.num_prompt_tokens
 
         def rank(item: tuple[Candidate, int]) -> tuple[bool, int, int, int, int]:
             candidate, load = item
@@ -132,7 +132,7 @@ class RayPolicy:
     def rank(self, view: PolicyInput) -> RankedCandidates:
         """Rank two random replicas of the group by load, then the rest of it, then all others."""
         longest = max(candidate.hit_tokens for candidate in view.candidates)
-        if longest >= self.threshold * max(view.prompt_tokens, 1):
+        if longest >= self.threshold * max(view.num_prompt_tokens, 1):
             group, reason = {c.name for c in view.candidates if c.hit_tokens == longest}, "longest match"
         else:
             least = min(len(candidate.endpoint.index) for candidate in view.candidates)

@@ -24,7 +24,7 @@ from headstart.sim.profile import SERIAL
 from headstart.sim.sim_fleet import FleetOptions, VirtualFleet
 from headstart.sim.sim_replica import SimReplica
 from headstart.sim.sim_request import SimRequest, requests_from_trace
-from headstart.workload.recorded.trace_files import read_trace_file
+from headstart.workload.recorded.trace_files import read_trace_path
 from headstart.workload.recorded.trace_units import TraceUnits
 from headstart.workload.request_record import summarize_records
 
@@ -73,7 +73,7 @@ def run_route(trace: Path, config: RouteConfig, bar: ProgressBar = QUIET) -> Ben
         raise ConfigError(f"--cache-blocks {config.cache}: a request of {longest} tokens never fits; use more blocks")
     values: dict[str, Any] = {}
     rows: list[tuple[Any, ...]] = []
-    bar.stage("policies", len(CASES))
+    bar.start_stage("policies", len(CASES))
     for case in CASES:
         row = _run(case, requests, block_size, config)
         values |= {f"{case.label}.{key}": value for key, value in row.items()}
@@ -127,7 +127,7 @@ def _run(case: _Case, requests: Sequence[SimRequest], block_size: int, config: R
 
 def _requests(trace: Path, config: RouteConfig) -> tuple[list[SimRequest], int]:
     """Return the requests of a trace with block ids or with texts, one output token each, and its block size."""
-    found = read_trace_file(trace, TraceUnits(config.trace_block_size, config.trace_time_unit)).first(
+    found = read_trace_path(trace, TraceUnits(config.trace_block_size, config.trace_time_unit)).first(
         config.max_requests
     )
     if all(row.hash_ids for row in found.requests):

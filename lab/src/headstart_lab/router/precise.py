@@ -63,7 +63,7 @@ def run_precise(seed: int, config: PreciseConfig = PreciseConfig(), bar: Progres
     values: dict[str, Any] = {}
     problems: list[str] = []
     rows: list[tuple[Any, ...]] = []
-    bar.stage("losing events", len(CASES))
+    bar.start_stage("losing events", len(CASES))
     for case in CASES:
         found, counts, evictions, relay_lost = _run(lambda case=case: _case(case, config, seed))
         values |= {f"{case.name}_{key}": value for key, value in found._asdict().items()}
@@ -77,7 +77,7 @@ def run_precise(seed: int, config: PreciseConfig = PreciseConfig(), bar: Progres
         if not evictions:
             problems.append(f"{case.name}: nothing was evicted")
         bar.advance()
-    bar.stage("applying events", config.passes)
+    bar.start_stage("applying events", config.passes)
     costs, events, blocks = _cost(config, seed, bar)
     values |= {"events": events, "blocks": blocks, "event_us": percentile(costs, 50) / events * 1e6}
     values |= {"block_us": percentile(costs, 50) / blocks * 1e6}
@@ -131,7 +131,7 @@ async def _case(case: Case, config: PreciseConfig, seed: int) -> _Found:
             if case.late:
                 consumer = rig.listener()
                 listening.append(asyncio.create_task(consumer.run()))
-            evictions = rig.engine.scheduler.pool.num_evictions
+            evictions = rig.engine.scheduler.pool.num_capacity_evictions
             if case.replay:
                 await rig.caught_up(consumer)
             else:

@@ -165,7 +165,10 @@ class Rig:
         """Wait until the consumer has applied the last published batch."""
         consumer = consumer or self.consumer
         await self.until(
-            lambda: consumer.next_batch_number == self.num_published and not (consumer.has_gap or consumer.is_applying)
+            lambda: (
+                consumer.next_batch_number == self.num_published
+                and not (consumer.has_gap or consumer.has_batch_in_progress)
+            )
         )
 
     async def settled(self) -> None:
@@ -185,7 +188,9 @@ class Rig:
             await self.serve()
             await asyncio.sleep(5 * STEP_SECONDS)
             consumer = self.consumer
-            is_behind = consumer.next_batch_number != self.num_published or consumer.has_gap or consumer.is_applying
+            is_behind = (
+                consumer.next_batch_number != self.num_published or consumer.has_gap or consumer.has_batch_in_progress
+            )
 
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():

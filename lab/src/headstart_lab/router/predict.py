@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headstart.bundled import bundled_model_folder
+from headstart.bundled import bundled_intent_model_folder
 from headstart.core.errors import ConfigError
 from headstart.core.request import Request
 from headstart.core.sched.limits import Limits
@@ -23,7 +23,7 @@ from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.policies.policy_table import make_policy
 from headstart.router.router import Router
 from headstart.router.routing_request import RoutingPrompt, RoutingRequest, router_root, text_as_pseudo_tokens
-from headstart.workload.recorded.trace_files import read_trace_file
+from headstart.workload.recorded.trace_files import read_trace_path
 from headstart.workload.recorded.trace_units import TraceUnits
 from headstart.workload.traces import TracedRequest
 from headstart_lab.router.engine_fleet import (
@@ -104,7 +104,7 @@ def run_predict(
     problems: list[str] = []
     rows: list[tuple[Any, ...]] = []
     calls = {exact: _calls(texts, config, exact) for exact in (True, False)}
-    bar.stage("forms", 2 * len(FORMS))
+    bar.start_stage("forms", 2 * len(FORMS))
     wrong = [0.0, 0.0]
     for form in FORMS:
         found: list[dict[str, float]] = []
@@ -184,7 +184,7 @@ def figures(served: Sequence[Served]) -> dict[str, float]:
     """Return the figures of predicted and reported cached tokens, in the engines' tokens."""
     believed: list[float] = []
     for decision, usage in served:
-        believed.append(decision.candidate.hit_tokens * usage.prompt_tokens / max(decision.view.prompt_tokens, 1))
+        believed.append(decision.candidate.hit_tokens * usage.prompt_tokens / max(decision.view.num_prompt_tokens, 1))
     real = [usage.cached_tokens for _, usage in served]
     off = [one - other for one, other in zip(believed, real, strict=True)]
     prompt_tokens = sum(usage.prompt_tokens for _, usage in served)
@@ -199,15 +199,15 @@ def figures(served: Sequence[Served]) -> dict[str, float]:
 
 def _texts(traces: Sequence[Path], config: PredictConfig, bar: ProgressBar) -> tuple[list[_Text], int, int]:
     """Return (the requests of all traces that fit, in arrival order; number left out; vocabulary size)."""
-    tokenizer = Tokenizer.from_folder(bundled_model_folder())
+    tokenizer = Tokenizer.from_folder(bundled_intent_model_folder())
     most = int(LONGEST_SHARE * config.cache) * BLOCK_SIZE
     found: list[_Text] = []
     num_left_out = 0
     for trace in traces:
-        rows = read_trace_file(trace, TraceUnits(time=config.trace_time_unit)).first(config.max_requests)
+        rows = read_trace_path(trace, TraceUnits(time=config.trace_time_unit)).first(config.max_requests)
         if rows.kind != "agent":
             raise ConfigError(f"{trace}: a trace of kind {rows.kind} has no texts; use an agent trace")
-        bar.stage(f"tokens of {trace.name}", len(rows.requests))
+        bar.start_stage(f"tokens of {trace.name}", len(rows.requests))
         for index, row in enumerate(rows.requests):
             bar.advance()
             tokens = tokenizer.encode(row.text)

@@ -90,17 +90,17 @@ def run_beside_peers(config: ProxyConfig, peer: Sequence[str] = (), bar: Progres
 
 def run_proxy(config: ProxyConfig, peers: Sequence[Entrant] = (), bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Measure every side `runs` times, in turn. Raises ConfigError if one does not start."""
-    log = ContentionLog.new()
+    log = ContentionLog.empty()
     sides: list[Entrant] = [Entrant(OURS.name, policy=config.policy), *peers]
     if config.envoy:
         sides.insert(1, Entrant(WITH_ENVOY, policy=config.policy, flags=("--envoy", config.envoy)))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="headstart-proxy-")))
-        bar.stage("starting replicas and routers", None)
+        bar.start_stage("starting replicas and routers", None)
         replicas = [stack.enter_context(fake_replica(config, folder)) for _ in range(config.replicas)]
         urls = [replica.url for replica in replicas]
         routers = [stack.enter_context(running_router(side, urls, folder)) for side in sides]
-        bar.stage("streaming", config.runs * (len(routers) + 1))
+        bar.start_stage("streaming", config.runs * (len(routers) + 1))
         turns: list[dict[str, Turn]] = []
         for run in range(config.runs):
             order = [None, *routers] if run % 2 == 0 else [*reversed(routers), None]

@@ -19,7 +19,7 @@ from typing import Any
 import uvloop
 
 from headstart.core.cache.block_pool import BlockPool
-from headstart.core.cache.hashing import BlockHash, extend_block_hashes, pack_tokens, root_hash
+from headstart.core.cache.hashing import BlockHash, extend_block_hashes, pack_tokens_as_int32, root_hash
 from headstart.http.answer_report import UsageReportHeader
 from headstart_lab.runners.fake_connection import JSON, Connection
 
@@ -58,7 +58,7 @@ class Cache:
         extend_block_hashes(hashes, tokens, self.block_size, self._root)
         found = [entry[0] for entry in takewhile(bool, map(pool.published_entry, hashes)) if entry]
         cached = max(min(len(found) * self.block_size, len(tokens) - 1), 0)
-        if len(hashes) - len(found) > pool.num_available_to_tenant(found):
+        if len(hashes) - len(found) > pool.num_available_after_acquire(found):
             return cached, []  # all blocks are in use: this prompt is not cached
         pool.acquire(found)
         blocks = found + pool.allocate(len(hashes) - len(found))
@@ -72,7 +72,7 @@ class Cache:
     @property
     def usage(self) -> float:
         """Return the share of blocks in use."""
-        return 1 - self._pool.num_free / self._pool.num_usable
+        return 1 - self._pool.num_free / self._pool.usable_capacity
 
 
 class Replica:
@@ -241,7 +241,7 @@ def tokens_of(asked: dict[str, Any]) -> "array[int]":
         text = "".join(f"{message['role']}\n{message['content']}\n" for message in asked["messages"])
     else:
         text = asked["prompt"]
-    return pack_tokens(list(text.encode()) if isinstance(text, str) else text)
+    return pack_tokens_as_int32(list(text.encode()) if isinstance(text, str) else text)
 
 
 async def serve(settings: Settings, host: str = "127.0.0.1", port: int = 0) -> None:

@@ -7,7 +7,7 @@ time.
 import argparse
 import time
 
-from headstart.bundled import bundled_model_folder
+from headstart.bundled import bundled_intent_model_folder
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.core.batch import Batch, StepResult
 from headstart.core.engine import Engine, EngineInfo
@@ -35,7 +35,7 @@ class _PacedExecutor(NullExecutor):
 
 def build_null(options: EngineOptions) -> tuple[Engine, EngineInfo]:
     """Return an engine with the bundled model's tokenizer and without its weights."""
-    folder = bundled_model_folder()
+    folder = bundled_intent_model_folder()
     vocab_size, blocks = Tokenizer.from_folder(folder).vocab_size, options.num_gpu_blocks_override or NUM_BLOCKS
     limits = Limits(options.max_num_batched_tokens, options.max_num_seqs, MAX_MODEL_LEN)
     engine = Engine(

@@ -33,7 +33,7 @@ class VirtualClock:
     def now(self) -> float:
         return self._now
 
-    def wait(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         """Advance the time, at least to the next float, so that a wait always reaches its target."""
         assert seconds >= 0, f"{seconds} s: time does not go back"
         if seconds:
@@ -61,7 +61,7 @@ class VirtualExecutor:
         for chunk in batch.chunks:
             self.first_chunks.setdefault(chunk.request_id, start)
         elapsed = self.cost.seconds(sum(len(chunk.token_ids) for chunk in batch.chunks))
-        self.clock.wait(elapsed)
+        self.clock.sleep(elapsed)
         return StepResult(self._null.execute(batch).rows, elapsed)
 
     def read_block(self, block_id: int) -> Data:

@@ -95,7 +95,7 @@ class _Restart:
 def run_restart(setup: EngineSetup, config: RestartConfig, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Measure every form `runs` times, in turn, and then the time to open a large store."""
     found = {form: list[_Restart]() for form in config.forms}
-    log = ContentionLog.new()
+    log = ContentionLog.empty()
     with TemporaryDirectory(prefix="headstart-lab-", dir=config.folder) as scratch:
         launch = _launch(setup, config, Path(scratch))
         for number in range(config.runs):
@@ -134,7 +134,7 @@ class _Measurement:
         with TemporaryDirectory(dir=self.launch.folder) as parent:
             store = Path(parent) / "store"
             prompts = self._prompts(self.config.prompts)
-            self.bar.stage(f"{label}: first start", None)
+            self.bar.start_stage(f"{label}: first start", None)
             with replica(self.launch, store) as server:
                 self._warm_up(server)
                 found = _Restart(self._ask(server, prompts, f"{label}: cold"), dtype=server.dtype)
@@ -143,7 +143,7 @@ class _Measurement:
                 first_ready = server.ready_seconds
             found.disk_bytes = stored_bytes(store)
             found.dropped_share = page_cache.drop(store) if self.form.drop_pages else None
-            self.bar.stage(f"{label}: start after kill -9", None)
+            self.bar.start_stage(f"{label}: start after kill -9", None)
             with replica(self.launch, store) as server:
                 found.ready = (first_ready, server.ready_seconds)
                 self._warm_up(server)
@@ -170,7 +170,7 @@ class _Measurement:
         return [random_tokens(self.config.tokens, SMALLEST_VOCABULARY, self.rng) for _ in range(count)]
 
     def _ask(self, server: Replica, prompts: "list[array[int]]", label: str) -> list[Answer]:
-        self.bar.stage(label, len(prompts))
+        self.bar.start_stage(label, len(prompts))
         return ask_in_turn(server, prompts, bar=self.bar, log=self.log)
 
 

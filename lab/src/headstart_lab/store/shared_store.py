@@ -79,10 +79,10 @@ class _Found:
 
 def run_siblings(setup: EngineSetup, config: SiblingsConfig, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Start both servers once and repeat everything `runs` times with new prompts."""
-    log = ContentionLog.new()
+    log = ContentionLog.empty()
     with TemporaryDirectory(prefix="headstart-lab-", dir=config.folder) as scratch, ExitStack() as stack:
         launch = _launch(setup, config, Path(scratch))
-        bar.stage("starting A and B", None)
+        bar.start_stage("starting A and B", None)
         a, b = (stack.enter_context(replica(launch, launch.folder / "store")) for _ in range(2))
         lab = _Lab(a, b, config, Random(setup.seed), bar, log)
         found = lab.measure()
@@ -130,7 +130,7 @@ class _Lab:
     def _delayed(self, delay: float, label: str) -> _Pair:
         """Send each prompt to A and, `delay` seconds after its answer, to B."""
         pair = _Pair()
-        self.bar.stage(f"{label}: to B {delay} s after A", self.config.prompts_per_delay)
+        self.bar.start_stage(f"{label}: to B {delay} s after A", self.config.prompts_per_delay)
         for prompt in self._prompts(self.config.prompts_per_delay):
             pair.at_a.append(self.a.ask(prompt, key=OWNER))
             time.sleep(delay)
@@ -164,7 +164,7 @@ class _Lab:
             found.problems.append(f"{label}: B's /metrics count {counted} computed tokens, its answers {said}")
 
     def _ask(self, server: Replica, prompts: "Sequence[array[int]]", label: str, key: str = OWNER) -> list[Answer]:
-        self.bar.stage(label, len(prompts))
+        self.bar.start_stage(label, len(prompts))
         return ask_in_turn(server, prompts, key=key, bar=self.bar, log=self.log)
 
     def _prompts(self, count: int) -> "list[array[int]]":

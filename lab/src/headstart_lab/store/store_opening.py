@@ -114,7 +114,7 @@ def measure_openings(
 
 
 def _make(opening: Opening, store: Path, bar: ProgressBar) -> None:
-    bar.stage(f"writing {opening.num_blocks:,} blocks of {opening.block_bytes:,} bytes", opening.num_blocks)
+    bar.start_stage(f"writing {opening.num_blocks:,} blocks of {opening.block_bytes:,} bytes", opening.num_blocks)
     shape = StoredBlockFormat(MODEL, BLOCK_SIZE, opening.block_bytes)
     files = SparseFiles(opening.block_bytes) if opening.sparse else FileSystemCalls()
     catalog = SegmentCatalog(store, shape, opening.max_bytes, files)
@@ -125,7 +125,7 @@ def _make(opening: Opening, store: Path, bar: ProgressBar) -> None:
             count = min(RUN_BLOCKS, opening.num_blocks - first)
             starts = [(first + i) % opening.block_bytes for i in range(count)]
             contents = [memoryview(noise)[start : start + opening.block_bytes] for start in starts]
-            catalog.append([(next(keys), content) for content in contents])
+            catalog.write_new_blocks([(next(keys), content) for content in contents])
             bar.advance(count)
     finally:
         catalog.close()
@@ -144,7 +144,7 @@ def _chain(num_blocks: int) -> Iterator[BlockKey]:
 def _open_again_and_again(opening: Opening, store: Path, runs: int, bar: ProgressBar) -> dict[str, Any]:
     """Return the figures of `runs` openings without pages in memory, and of as many with them."""
     cold, warm, dropped = list[dict[str, float]](), list[dict[str, float]](), list[float | None]()
-    bar.stage(f"opening {opening.name}", 2 * runs)
+    bar.start_stage(f"opening {opening.name}", 2 * runs)
     for _ in range(runs):
         dropped.append(page_cache.drop(store))
         for found in (cold, warm):

@@ -23,7 +23,7 @@ from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
 from headstart.measurement.runner import EngineSetup, describe_engine
 from headstart.workload.request_record import median, percentile
-from headstart.workload.synthetic import RequestShape, shared_prefix
+from headstart.workload.synthetic import RequestShape, shared_prefix_prompts
 
 BLOCK_SIZE = 16
 DRAIN_SECONDS = 30.0  # time for a lagging writer to write the rest
@@ -100,7 +100,7 @@ class _Pair:
 
 def run_write_behind(setup: EngineSetup, config: WriteBehindConfig, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Measure every workload in `runs` rounds: off, on, on, off. The first side of a pair is a little slower."""
-    log, found = ContentionLog.new(), dict[str, list[_Pair]]()
+    log, found = ContentionLog.empty(), dict[str, list[_Pair]]()
     info: EngineInfo | None = None
     for workload in config.workloads:
         found[workload.name] = []
@@ -131,7 +131,7 @@ class _Lab:
         with TemporaryDirectory(prefix="headstart-lab-", dir=self.folder) as scratch:
             options = self.setup.options(num_blocks=self.workload.num_blocks)
             store = str(Path(scratch) / "store") if self.with_store else None
-            bar.stage(f"{label}: loading the model", None)
+            bar.start_stage(f"{label}: loading the model", None)
             engine, info = self.setup.build(replace(options, kv_store=store))
             try:
                 return self._drive(engine, info.vocab_size, label, bar), info
@@ -143,12 +143,13 @@ class _Lab:
     def _drive(self, engine: Engine, vocab_size: int, label: str, bar: ProgressBar) -> _Side:
         rng, shape = Random(self.seed), self.workload.shape
         run_requests(
-            engine, requests_from_prompts(shared_prefix(1, 2, shape, vocab_size, rng), _sampling(shape), "warm-up")
+            engine,
+            requests_from_prompts(shared_prefix_prompts(1, 2, shape, vocab_size, rng), _sampling(shape), "warm-up"),
         )
         _drain(engine)
-        prompts = shared_prefix(self.workload.groups, self.workload.prompts, shape, vocab_size, rng)
+        prompts = shared_prefix_prompts(self.workload.groups, self.workload.prompts, shape, vocab_size, rng)
         rng.shuffle(prompts)
-        bar.stage(label, len(prompts))
+        bar.start_stage(label, len(prompts))
         pending = [0]
 
         def look(num_steps: int) -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headstart import LLM
-from headstart.bench.cli.cli_run import resolve_bench_model
+from headstart.bench.cli.cli_run import resolve_or_create_bench_model
 from headstart.core.request import Request, SamplingParams
 from headstart.openai.structured.grammar_process import build
 from headstart.openai.structured.grammar_text import json_schema_grammar
@@ -179,7 +179,7 @@ def main() -> int:
     parser.add_argument("--report", type=Path, help="also write the report here")
     options = parser.parse_args()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "bench-models"
-    bench = Bench(resolve_bench_model(options.model, cache), options.streams, options.max_tokens)
+    bench = Bench(resolve_or_create_bench_model(options.model, cache), options.streams, options.max_tokens)
     kinds = measure(bench, options.rounds)
     checks = bench.check_seconds()
     document = {

@@ -168,8 +168,8 @@ class PrefixRouter:
                 continue
             if call.is_stream and at is not None:
                 began.append((min(max(at, flight.sent_at), now), flight, True))
-            elif not call.is_stream and now > flight.sent_at + flight.flight.expected_ms / 1e3:
-                began.append((flight.sent_at + flight.flight.expected_ms / 1e3, flight, False))
+            elif not call.is_stream and now > flight.sent_at + flight.flight.expected_ttft_ms / 1e3:
+                began.append((flight.sent_at + flight.flight.expected_ttft_ms / 1e3, flight, False))
         for at, flight, is_seen in sorted(began, key=lambda item: item[0]):
             if is_seen:
                 self.router.record_first_token(flight, at)

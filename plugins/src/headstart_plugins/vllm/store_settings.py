@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from headstart.model.setup.sizes import parse_bytes
 from headstart.store.format import StoredBlockFormat
-from headstart.store.tiers.tier import TierPlaces, parse_tier_places, read_shared_secrets
+from headstart.store.tiers.tier import StoreTierLocations, parse_tier_places, read_shared_secrets
 from headstart_plugins.vllm.host import HOST_VERSION
 
 FORM = 1  # of the stored blocks: a layer after the other, each as vLLM's CPU backend has it in memory
@@ -32,7 +32,7 @@ _CHUNK = 1 << 22
 class StoreSettings(NamedTuple):
     """The arguments of `open_store`: a folder and its limit in bytes, a server and what its blocks are sealed with."""
 
-    found: TierPlaces
+    found: StoreTierLocations
     max_bytes: int
     password: str | None
     secrets: tuple[bytes, ...]

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.envs import VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
 
-from headstart.core.cache.block_store import BlockStore, LoadedBlocks
+from headstart.core.cache.block_store import BlockLoadPart, BlockStore
 from headstart.core.cache.transfers import BLIND_SECONDS, GRACE_SECONDS, GRACE_SHARE, PATIENCE
 from headstart_plugins.vllm.store_planner import BlockLoad, StoreMetadata, StoreReport
 
@@ -73,7 +73,7 @@ class StoreWorker:
         self._layers: list[NDArray[np.uint8]] = []  # [blocks, bytes] each
         self._loads: dict[int, _Load] = {}
         self._finished = _Finished()
-        store.start_writing(self._staged.take)
+        store.set_block_source(self._staged.take)
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take over vLLM's KV: a tensor [blocks, heads, slots, size] in memory order for each layer.
@@ -110,7 +110,7 @@ class StoreWorker:
     def poll(self, metadata: StoreMetadata) -> set[str]:
         """Copy the blocks that have arrived; return the requests whose loads have ended, in full or in part."""
         if self._loads and not metadata.num_scheduled:
-            self._store.wait_for_loads(IDLE_SECONDS)
+            self._store.wait_for_any_load(IDLE_SECONDS)
         for loaded in self._store.poll_loads():
             load = self._loads.get(loaded.load_id)
             if load is not None:
@@ -142,7 +142,7 @@ class StoreWorker:
         """Write what is pending, as far as vLLM waits for its worker: it kills one that takes longer."""
         self._store.close(max(0.0, VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS - SPARE_SECONDS))
 
-    def _take_in(self, load: _Load, loaded: LoadedBlocks) -> None:
+    def _take_in(self, load: _Load, loaded: BlockLoadPart) -> None:
         for data in loaded.data:
             block_id, at = load.plan.block_ids[load.num_done], 0
             content = np.frombuffer(data, dtype=np.uint8)

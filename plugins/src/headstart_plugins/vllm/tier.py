@@ -72,7 +72,7 @@ class HeadstartTier(SecondaryTierManager):
         self._store = store
         num_staged = max(1, STAGED_BYTES // self.block_size_bytes)
         self._staged = StagedBlocks(num_staged, is_chain=isinstance(store, ChainedStore))
-        store.start_writing(self._staged.take)
+        store.set_block_source(self._staged.take)
         self._jobs: Queue[TransferJob | None] = Queue()
         self._finished: deque[JobResult] = deque()
         self._failed: set[OffloadKey] = set()  # could not be read, until they are stored again
@@ -158,7 +158,7 @@ class HeadstartTier(SecondaryTierManager):
             patience = PATIENCE * expected + BLIND_SECONDS + GRACE_SECONDS
             load_id, until, is_last = self._store.begin_load(identities[done:]), time.monotonic() + patience, False
             while not is_last and time.monotonic() < until:
-                self._store.wait_for_loads(LOOK_SECONDS)
+                self._store.wait_for_any_load(LOOK_SECONDS)
                 for loaded in self._store.poll_loads():
                     for data in loaded.data if loaded.load_id == load_id else ():
                         self._chunks[places[done]] = np.frombuffer(data, dtype=np.uint8)

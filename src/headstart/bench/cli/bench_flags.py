@@ -44,14 +44,14 @@ class VerbFlag(NamedTuple):
     annotation: Any
     default: Any = inspect.Parameter.empty
 
-    def to_parameter(self, name: str) -> inspect.Parameter:
+    def to_inspect_parameter(self, name: str) -> inspect.Parameter:
         """Return the parameter of a verb."""
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=self.annotation)
 
 
 def verb_signature(flags: Mapping[str, VerbFlag], own: Iterable[inspect.Parameter] = ()) -> inspect.Signature:
     """Return the signature of a verb with its `own` parameters first."""
-    parameters = [*own, *(each.to_parameter(name) for name, each in flags.items())]
+    parameters = [*own, *(each.to_inspect_parameter(name) for name, each in flags.items())]
     return inspect.Signature(parameters)
 
 

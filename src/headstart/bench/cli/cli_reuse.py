@@ -36,9 +36,9 @@ def bench_rotations(
         return
 
     def bench(setup: "EngineSetup", bar: "ProgressBar") -> "BenchmarkReport":
-        from headstart.bench.rotations import RotationsConfig, run_rotations
+        from headstart.bench.rotations import RotatedPromptsConfig, run_rotations
 
-        config = RotationsConfig(runs=1, decode_rounds=6) if quick else RotationsConfig(runs=runs)
+        config = RotatedPromptsConfig(runs=1, decode_rounds=6) if quick else RotatedPromptsConfig(runs=runs)
         return run_rotations(setup, config, bar)
 
     cli_run.run_bench_with_model(bench, where.with_default_model())
@@ -71,16 +71,21 @@ def bench_intent(
     With --against: unloaded requests, then the highest rate within the limits, or four times the unloaded latency.
     """
     if not where.is_in_process:
-        from headstart.bench.rate_report import RateSearchConfig, RateSearchPlan, cached_prefix_load, run_rate_search
+        from headstart.bench.rate_report import (
+            RateSearchConfig,
+            RateSearchPlan,
+            cached_prefix_workload,
+            run_rate_search,
+        )
 
         config = RateSearchConfig(5.0, 10, 1.3) if quick else RateSearchConfig(seconds, min_requests)
         slo = cli_run.slo_from_ms(slo_ttft, slo_tpot, slo_e2e)
 
         def search(runner: "JobRunner", new_seed: int, bar: "ProgressBar") -> "BenchmarkReport":
-            plan = RateSearchPlan("intent", cached_prefix_load(), new_seed, slo, config, is_guarded=False)
+            plan = RateSearchPlan("intent", cached_prefix_workload(), new_seed, slo, config, is_guarded=False)
             return run_rate_search(runner, plan, bar)
 
-        cli_run.run_bench_with_runner(search, where, 0)
+        cli_run.run_bench_on_target(search, where, 0)
         return
 
     asked = accuracy if accuracy is not None else schema or not where.model

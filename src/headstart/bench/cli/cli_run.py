@@ -19,7 +19,7 @@ from headstart.bench.cli.bench_flags import BenchTarget
 from headstart.config.options import EngineOptions
 from headstart.core.errors import ConfigError, HeadstartError
 from headstart.measurement.progress_bar import QUIET, ProgressBar
-from headstart.model.setup.threads import choose_num_threads
+from headstart.model.setup.threads import configure_num_threads
 from headstart.model.weights.shapes import SHAPES
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ STD = 0.2
 """
 
 
-def resolve_bench_model(name: str, cache: Path, seed: int = 0, bar: ProgressBar = QUIET) -> str:
+def resolve_or_create_bench_model(name: str, cache: Path, seed: int = 0, bar: ProgressBar = QUIET) -> str:
     """Return a value for `EngineOptions.model`: a folder or hub id unchanged, or the folder made for a shape name.
 
     An existing folder takes precedence over a shape of the same name. Raises ConfigError if the cache is not writable.
@@ -47,7 +47,7 @@ def resolve_bench_model(name: str, cache: Path, seed: int = 0, bar: ProgressBar 
         return str(folder)
     from headstart.model.weights.init_model import write_random_model
 
-    bar.stage(f"making {name} with random weights", None)
+    bar.start_stage(f"making {name} with random weights", None)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=cache) as scratch:
@@ -91,10 +91,10 @@ def run_suite_plan(plan: "SuitePlan", where: BenchTarget) -> None:
     def bench(runner: "JobRunner", seed: int, bar: "ProgressBar") -> "BenchmarkReport":
         return run_suite(runner, replace(plan, seed=seed, is_guarded=where.is_in_process), bar)
 
-    run_bench_with_runner(bench, where, plan.build(512, Random(0)).num_blocks())
+    run_bench_on_target(bench, where, plan.build(512, Random(0)).num_blocks_without_sharing())
 
 
-def run_bench_with_runner(
+def run_bench_on_target(
     bench: "Callable[[JobRunner, int, ProgressBar], BenchmarkReport]", where: BenchTarget, num_blocks: int
 ) -> None:
     """Measure the requested target: `bench` gets a runner and the seed. `num_blocks`: KV that a local engine needs."""
@@ -104,7 +104,7 @@ def run_bench_with_runner(
         def on_engine(setup: "EngineSetup", bar: "ProgressBar") -> "BenchmarkReport":
             from headstart.measurement.inprocess import EngineRunner
 
-            bar.stage("loading the model", None)
+            bar.start_stage("loading the model", None)
             options = setup.options(num_blocks=min(num_blocks + 64, MAX_BLOCKS), caching=where.caching)
             with closing(EngineRunner.from_setup(setup, options)) as runner:
                 return bench(runner, seed, bar)
@@ -117,7 +117,7 @@ def run_bench_with_runner(
         from headstart.bench.streamed_request import EndpointTarget
 
         target = EndpointTarget(where.against, where.model, where.api_key, where.timeout)
-        bar.stage(f"connecting to {where.against}", None)
+        bar.start_stage(f"connecting to {where.against}", None)
         with closing(EndpointRunner.connect(target, where.vocab_size, Random(f"{seed}/probe"))) as runner:
             return bench(runner, seed, bar)
 
@@ -128,12 +128,12 @@ def run_bench_with_model(bench: "Callable[[EngineSetup, ProgressBar], BenchmarkR
     """Set threads before torch is imported, find or make the model, measure, publish, exit."""
 
     def on_model(bar: "ProgressBar") -> "BenchmarkReport":
-        count, seed = choose_num_threads(where.threads), where.choose_seed()
+        count, seed = configure_num_threads(where.threads), where.choose_seed()
         _check(where.model, EngineOptions(dtype=where.dtype, threads=where.threads, quantization=where.quantization))
         from headstart.engine.assembly import build_engine
         from headstart.measurement.runner import BUNDLED, EngineSetup
 
-        found = resolve_bench_model(where.model, _cache_folder(), seed, bar)
+        found = resolve_or_create_bench_model(where.model, _cache_folder(), seed, bar)
         return bench(
             EngineSetup(build_engine, found, where.model or BUNDLED, where.dtype, count, seed, where.quantization), bar
         )
@@ -151,7 +151,7 @@ def _check(model: str, options: EngineOptions) -> None:
 def run_and_exit(bench: "Callable[[ProgressBar], BenchmarkReport]", plot: Path | None) -> None:
     """Run a benchmark under its progress bar; exit code 1: invalid, 2: cannot run, 130: interrupted."""
     from headstart.measurement.progress_bar import progress_bar
-    from headstart.measurement.report import check_plot, print_report
+    from headstart.measurement.report import check_plot, print_and_plot_report
 
     try:
         with report_usage_errors():
@@ -161,7 +161,7 @@ def run_and_exit(bench: "Callable[[ProgressBar], BenchmarkReport]", plot: Path |
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise typer.Exit(130) from None
-    raise typer.Exit(print_report(report, spin_count=os.environ.get("GOMP_SPINCOUNT"), plot=plot))
+    raise typer.Exit(print_and_plot_report(report, spin_count=os.environ.get("GOMP_SPINCOUNT"), plot=plot))
 
 
 def _cache_folder() -> Path:

@@ -58,17 +58,22 @@ def bench_shared_prefix(
     sizes = SharedPrefixGroups(groups, prompts, shape, found or 0.0, 0 if found else concurrency)
     if found is not None:
         cli_run.run_suite_plan(
-            SuitePlan("shared-prefix", sizes.build_scenario, runs=runs, slo=slo, setup=sizes.setup_description), where
+            SuitePlan("shared-prefix", sizes.build_scenario, runs=runs, slo=slo, setup=sizes.setup_facts), where
         )
         return
 
     def search(runner: "JobRunner", new_seed: int, bar: "ProgressBar") -> "BenchmarkReport":
         plan = RateSearchPlan(
-            "shared-prefix", sizes.load, new_seed, slo, RateSearchConfig(seconds), is_guarded=where.is_in_process
+            "shared-prefix",
+            sizes.load_builder,
+            new_seed,
+            slo,
+            RateSearchConfig(seconds),
+            is_guarded=where.is_in_process,
         )
-        return run_rate_search(runner, replace(plan, setup=sizes.setup_description), bar)
+        return run_rate_search(runner, replace(plan, setup=sizes.setup_facts), bar)
 
-    cli_run.run_bench_with_runner(search, where, cli_run.MAX_BLOCKS)
+    cli_run.run_bench_on_target(search, where, cli_run.MAX_BLOCKS)
 
 
 @add_target_flags()
@@ -117,7 +122,7 @@ def bench_prefill(
 ) -> None:
     """Send prompts one at a time, one token out: time to the first token, all new and with a cached beginning."""
     from headstart.bench.suite import SuitePlan, run_suite
-    from headstart.bench.suite_plans import add_length_chart, parse_lengths
+    from headstart.bench.suite_plans import add_ttft_by_length_chart, parse_lengths
     from headstart.bench.suite_plans import prefill_scenario_builder as build
 
     with cli_run.report_usage_errors():
@@ -126,11 +131,11 @@ def bench_prefill(
     plan = SuitePlan("prefill", build(parsed, cached_share, requests), runs=runs, setup=sizes)
 
     def bench(runner: "JobRunner", new_seed: int, bar: "ProgressBar") -> "BenchmarkReport":
-        return add_length_chart(
+        return add_ttft_by_length_chart(
             run_suite(runner, replace(plan, seed=new_seed, is_guarded=where.is_in_process), bar), parsed
         )
 
-    cli_run.run_bench_with_runner(bench, where, requests * sum(2 * length // 16 + 4 for length in parsed))
+    cli_run.run_bench_on_target(bench, where, requests * sum(2 * length // 16 + 4 for length in parsed))
 
 
 @add_target_flags()
@@ -178,7 +183,7 @@ def bench_trace(
 ) -> None:
     """Replay recorded traffic: its arrivals, its lengths and its shared prefixes, with synthetic tokens."""
     from headstart.bench.suite import SuitePlan
-    from headstart.bench.suite_plans import avoidable_share, describe_loop, trace_scenario_builder
+    from headstart.bench.suite_plans import avoidable_prompt_token_share, describe_loop, trace_scenario_builder
     from headstart.measurement.progress_bar import progress_bar
     from headstart.workload.recorded.trace_files import TraceOptions
     from headstart.workload.recorded.trace_units import TraceUnits
@@ -186,14 +191,14 @@ def bench_trace(
     with cli_run.report_usage_errors(), progress_bar() as bar:
         units = TraceUnits(trace_block_size, trace_time_unit)
         options = TraceOptions(units, divide_lengths, skip_above, sessions_at_once)
-        bar.stage(f"reading {trace.name}")
+        bar.start_stage(f"reading {trace.name}")
         found = options.read(trace).first(limit)
     factor = found.fitting_length_factor(max_prompt_tokens)
     sizes = {
         "trace": trace.name,
         **options.report_facts(found),
         "requests": len(found.requests),
-        "avoidable_share": avoidable_share(found),
+        "avoidable_share": avoidable_prompt_token_share(found),
         "speed": speed,
         "factor": factor,
         "loop": describe_loop(found, concurrency),

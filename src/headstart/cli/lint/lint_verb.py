@@ -54,7 +54,7 @@ def lint(
         write_lint_plot,
     )
     from headstart.measurement.progress_bar import progress_bar
-    from headstart.openai.canonical.nonces import nonce_rule_of_line
+    from headstart.openai.canonical.nonces import nonce_rule_of_prompt_line
     from headstart.reuse.log_report import id_trace_report, id_trace_report_text, lint_report, lint_report_text
     from headstart.reuse.logged_prompt import ParsedLog
 
@@ -78,9 +78,9 @@ def lint(
             raise ConfigError(f"{log or against} holds no request: {expected}{told}")
         num_requests = len(found.prompts or found.id_prompts)
         if num_requests > MANY:
-            bar.stage("comparing requests", num_requests)
+            bar.start_stage("comparing requests", num_requests)
         if found.prompts:
-            report = lint_report(found.prompts, found.num_skipped, notes, nonce_rule_of_line, bar.advance)
+            report = lint_report(found.prompts, found.num_skipped, notes, nonce_rule_of_prompt_line, bar.advance)
             text = lint_report_text(report)
         else:
             report = id_trace_report(found.id_prompts, found.num_skipped, notes, bar.advance)

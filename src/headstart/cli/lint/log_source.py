@@ -13,7 +13,7 @@ from headstart.cli.client_request import call_server
 from headstart.core.errors import ConfigError
 from headstart.reuse.log_report import IdTraceReport, LogReport
 from headstart.reuse.logged_prompt import IdTracePrompt, ParsedLog, parse_log
-from headstart.workload.recorded.trace_files import read_trace_file
+from headstart.workload.recorded.trace_files import read_trace_path
 from headstart.workload.recorded.trace_units import TraceUnits
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ def read_trace_prompts(path: Path, block_size: int, bar: "ProgressBar") -> list[
         if index:
             bar.advance()
         else:
-            bar.stage(f"reading {path.name}", count)
+            bar.start_stage(f"reading {path.name}", count)
 
-    trace = read_trace_file(path, TraceUnits(block_size, "ns"), on_file)  # the order of times needs no unit
+    trace = read_trace_path(path, TraceUnits(block_size, "ns"), on_file)  # the order of times needs no unit
     return [
         IdTracePrompt(number, request.hash_ids, request.length, trace.block_size, session=request.session)
         for number, request in enumerate(trace.requests, 1)

@@ -111,7 +111,7 @@ class WorkloadChoice:
             if index:
                 bar.advance()
             else:
-                bar.stage(f"reading {self.label}", count)
+                bar.start_stage(f"reading {self.label}", count)
 
         return replace(self, options=options, opened=options.read(self.trace, on_file))
 
@@ -129,7 +129,9 @@ class WorkloadChoice:
         if self.trace is not None:
             opened = self.opened or self.with_loaded_trace(QUIET).opened
             assert opened is not None
-            return sim_workload.slice_requests(requests_from_trace(opened, speed=speed), self.skip, self.count)
+            return sim_workload.slice_and_rebase_requests(
+                requests_from_trace(opened, speed=speed), self.skip, self.count
+            )
         assert self.decisions is not None
         return sim_workload.read_decision_log_requests(self.decisions, speed=speed, skip=self.skip, count=self.count)
 

@@ -19,7 +19,7 @@ from headstart.core.cache.hashing import BlockHash, is_checkpoint_page_hash
 from headstart.core.cache.history import EvictionHistory, EvictionRecord
 from headstart.core.cache.idle_blocks import IdleBlocks
 from headstart.core.request import DEFAULT_RETENTION, RetentionHint
-from headstart.core.sched.queued_block_refs import QueuedBlockRefs
+from headstart.core.sched.queued_block_refs import QueuedBlockRefCounts
 
 HISTORY_POOLS = 8  # upper bound of the eviction history, in pools; at least half as many hashes are remembered
 
@@ -92,7 +92,7 @@ class BlockPool:
         self._model = self._idle.model
         self._pins: dict[BlockHash, int] = {}
         self._idle_pinned: set[int] = set()
-        self._queued_refs = QueuedBlockRefs()
+        self._queued_refs = QueuedBlockRefCounts()
         self._history_pools = history_pools
         self._max_history = history_pools * size
         self._history = EvictionHistory(self._max_history)
@@ -101,7 +101,7 @@ class BlockPool:
         self._to_zero: list[int] = []
 
     @property
-    def num_usable(self) -> int:
+    def usable_capacity(self) -> int:
         return self.num_blocks - 1
 
     @property
@@ -132,7 +132,7 @@ class BlockPool:
         return len(self._pins)
 
     @property
-    def num_evictions(self) -> int:
+    def num_capacity_evictions(self) -> int:
         """Published blocks evicted for lack of space."""
         return self.evictions["capacity"]
 
@@ -194,17 +194,19 @@ class BlockPool:
             unused -= sum(1 for block in block_ids if block in self._idle_pinned)
         return unused
 
-    def num_available_to_tenant(self, block_ids: Sequence[int], tenant: str = "", *, last_resort: bool = False) -> int:
+    def num_available_after_acquire(
+        self, block_ids: Sequence[int], tenant: str = "", *, last_resort: bool = False
+    ) -> int:
         """Return the free blocks left to `tenant` after it acquires these (vLLM #3402: a hit is not also free).
 
         Other tenants' shares are not available, except as a last resort.
         """
         available = self.num_free - self.num_idle_among(block_ids)
-        if last_resort or not self._idle.has_tenant_shares:
+        if last_resort or not self._idle.may_protect_tenant_blocks:
             return available
-        return available - self._idle.num_protected_blocks([b for b in block_ids if self._is_idle(b)], tenant)
+        return available - self._idle.num_protected_from_tenant([b for b in block_ids if self._is_idle(b)], tenant)
 
-    def find_eviction(self, block_hash: BlockHash) -> EvictionRecord | None:
+    def find_eviction_record(self, block_hash: BlockHash) -> EvictionRecord | None:
         """Return why a block was evicted; None if it is unknown or no longer remembered."""
         return self._history.get(block_hash)
 
@@ -224,7 +226,7 @@ class BlockPool:
                 self._marks[block] = HOT | SEEN
             unused = [block for block in unused if block not in pinned] if pinned else unused
         if unused:
-            self._idle.remove_reused(unused)
+            self._idle.remove_for_reuse(unused)
 
     def allocate(
         self,
@@ -242,7 +244,7 @@ class BlockPool:
         that are no keys, so they are cleared before their next use. The caller has checked `num_available`.
         """
         if num > len(self._scratch):
-            free = self.num_available_to_tenant((), tenant, last_resort=last_resort)
+            free = self.num_available_after_acquire((), tenant, last_resort=last_resort)
             assert num <= free, f"{num} blocks wanted, {free} free: check before allocating"
         refs, scratch = self._refs, self._scratch
         blocks = [scratch.pop() for _ in range(min(num, len(scratch)))]
@@ -338,7 +340,7 @@ class BlockPool:
             if self._model is not None:
                 self._model.record_content_lost(block)
             if self._idle.retentions:
-                self._idle.retentions.drop_hints(block)
+                self._idle.retentions.drop_block_hint(block)
             for listener in self.planners:
                 listener.on_block_removed(block_hash)
 
@@ -350,9 +352,9 @@ class BlockPool:
         self._versions += [0] * num
         self._block_hashes += [None] * num
         self._scratch += range(self.num_blocks - 1, start - 1, -1)
-        self._idle.add_blocks(num)
+        self._idle.grow_capacity(num)
         self._max_history = max(self._max_history, self._history_pools * self.num_blocks)
-        self._history.resize(self._max_history)
+        self._history.grow_capacity(self._max_history)
 
     def dismantle_some(self, num: int) -> int:
         """Free up to `num` entries of a pool that is no longer used; return the number freed, 0 when nothing is left.
@@ -360,7 +362,7 @@ class BlockPool:
         Dropping a large pool at once would block for a while.
         """
         freed = 0
-        for table in (self._entries, *self._history.backing_tables, *self._idle.backing_tables):
+        for table in (self._entries, *self._history.tables_to_dismantle, *self._idle.tables_to_dismantle):
             while table and freed < num:
                 table.popitem()
                 freed += 1
@@ -383,13 +385,13 @@ class BlockPool:
         """Undo `add_queued_refs` for these block hashes, in one call or several."""
         self._queued_refs.discard(block_hashes)
         if self._idle.num_aside:
-            self._queued_refs.apply_pending()
+            self._queued_refs.add_pending_to_counts()
             blocks = [
                 self._entries[block_hash][0] for block_hash in reversed(block_hashes) if block_hash in self._entries
             ]
             self._idle.restore_set_aside([block for block in blocks if self._is_idle(block)], self._is_queued)
 
-    def pin(self, block_hashes: Iterable[BlockHash]) -> None:
+    def pin_hashes(self, block_hashes: Iterable[BlockHash]) -> None:
         """Keep the blocks that have or will have these hashes from eviction; calls are counted."""
         for block_hash in block_hashes:
             self._pins[block_hash] = self._pins.get(block_hash, 0) + 1
@@ -398,7 +400,7 @@ class BlockPool:
                 self._idle.remove(entry[0])
                 self._idle_pinned.add(entry[0])
 
-    def unpin(self, block_hashes: Sequence[BlockHash]) -> None:
+    def unpin_hashes(self, block_hashes: Sequence[BlockHash]) -> None:
         """Undo one `pin` of each hash; the last one makes the blocks ordinary cache, most recently used."""
         for block_hash in reversed(block_hashes):
             count = self._pins.get(block_hash, 0)
@@ -429,12 +431,12 @@ class BlockPool:
         self._vacate(unused)
         self._forget(unused, EvictionRecord("replaced", "", self.now))
 
-    def take_blocks_to_zero(self) -> list[int]:
+    def drain_blocks_to_zero(self) -> list[int]:
         """Return newly allocated blocks that must be cleared; each is reported once, before its first use."""
         blocks, self._to_zero = self._to_zero, []
         return blocks
 
-    def clear(self, *, pinned: bool = False) -> None:
+    def clear_published(self, *, pinned: bool = False) -> None:
         """Remove all published blocks from the index; used blocks stay with their owners, pinned ones published.
 
         `pinned`: these are removed too. Their hashes stay pinned, and may be computed again.
@@ -482,7 +484,7 @@ class BlockPool:
         return self._block_hashes[block] in self._queued_refs
 
     def _evict(self, num: int, tenant: str, by: str, last_resort: bool) -> list[int]:
-        self._queued_refs.apply_pending()
+        self._queued_refs.add_pending_to_counts()
         wanted: Callable[[int], bool] | None = self._is_queued if self._queued_refs else None
         blocks = self._idle.evict(num, tenant, last_resort, self.now, wanted)
         self._forget(blocks, EvictionRecord("capacity", by, self.now, tenant=tenant))
@@ -515,7 +517,7 @@ class BlockPool:
                 evicted = evicted._replace(memo=model.record_content_lost(block))
             remember(block_hash, evicted)
             if retentions is not None:
-                retentions.drop_hints(block)
+                retentions.drop_block_hint(block)
             page = is_checkpoint_page_hash(block_hash)
             self.num_pages -= page
             for listener in self.page_listeners if page else listeners:

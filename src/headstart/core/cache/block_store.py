@@ -26,7 +26,7 @@ class BlockKey(NamedTuple):
     tokens: bytes
 
 
-class LoadedBlocks(NamedTuple):
+class BlockLoadPart(NamedTuple):
     """The next blocks of one load, verified and in order. After `is_last` the remaining ones are misses."""
 
     load_id: int
@@ -63,7 +63,7 @@ class StoreStats:
 class BlockStore(Protocol):
     """A store of blocks outside the pool, of one model in one canonical form."""
 
-    def start_writing(self, source: BlockSource) -> None:
+    def set_block_source(self, source: BlockSource) -> None:
         """Start write-behind of offered blocks, which are read from `source`."""
         ...
 
@@ -91,15 +91,15 @@ class BlockStore(Protocol):
         """Cancel a load: it returns nothing more. `is_late`: because it took too long."""
         ...
 
-    def poll_loads(self) -> list[LoadedBlocks]:
+    def poll_loads(self) -> list[BlockLoadPart]:
         """Return the blocks loaded since the last call, in the order of their loads."""
         ...
 
-    def release_loaded(self, loaded: LoadedBlocks) -> None:
+    def release_loaded(self, loaded: BlockLoadPart) -> None:
         """Release the data, which have been copied and may be overwritten."""
         ...
 
-    def wait_for_loads(self, timeout: float) -> None:
+    def wait_for_any_load(self, timeout: float) -> None:
         """Block until `poll` would return something, or for `timeout` seconds."""
         ...
 

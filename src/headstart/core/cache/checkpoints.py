@@ -38,7 +38,7 @@ class RecurrentCheckpoints:
         self._inner: OrderedDict[BlockHash, None] = OrderedDict()  # from which one sequence went on; next to go first
         self._branches = set[BlockHash]()  # from which several have
 
-    def page_hashes(self, block_hash: BlockHash) -> list[BlockHash]:
+    def page_hashes_of_checkpoint(self, block_hash: BlockHash) -> list[BlockHash]:
         """Return the names of the pages of the checkpoint behind a block, whether there is one or not."""
         return [checkpoint_page_hash(block_hash, index) for index in range(self.num_pages)]
 
@@ -52,7 +52,7 @@ class RecurrentCheckpoints:
                     return at, pages
         return 0, ()
 
-    def checkpoint_positions(self, seq: Sequence, start: int, end: int) -> list[int]:
+    def new_checkpoint_block_positions(self, seq: Sequence, start: int, end: int) -> list[int]:
         """Return the numbers of blocks after which a chunk `[start, end)` of a sequence leaves a checkpoint."""
         return [at for at in self._places(seq, start, end) if not self._exists(seq, at)]
 
@@ -62,7 +62,7 @@ class RecurrentCheckpoints:
             self._pool.acquire(pages)
             self._pool.release(pages)
 
-    def table_to_release(self, seq: Sequence) -> "array[int]":
+    def table_with_acquired_pages(self, seq: Sequence) -> "array[int]":
         """Return the block table of a sequence to be released, with the pages of its places, which are acquired."""
         table, done = array("i"), 0
         for at, pages in self._used(seq, seq.num_computed_tokens // self._size):
@@ -92,8 +92,8 @@ class RecurrentCheckpoints:
     def allocate_pages(self, seq: Sequence, start: int, end: int) -> Saves:
         """Return the places in a chunk `[start, end)`, in tokens, with the pages to write the states to."""
         request, saves = seq.request, list[tuple[int, tuple[int, ...]]]()
-        for at in reversed(self.checkpoint_positions(seq, start, end)):  # of few pages the deepest gets them
-            if self._pool.num_available_to_tenant((), request.tenant) < self.num_pages:
+        for at in reversed(self.new_checkpoint_block_positions(seq, start, end)):  # of few pages the deepest gets them
+            if self._pool.num_available_after_acquire((), request.tenant) < self.num_pages:
                 break
             pages = self._pool.allocate(self.num_pages, request.tenant, by=request.request_id, states=True)
             saves.append((at * self._size, tuple(pages)))
@@ -116,7 +116,7 @@ class RecurrentCheckpoints:
         return [
             SuspectBlock(name, block, self._pool.block_version(block))
             for block_hash in block_hashes
-            for name, block in zip(self.page_hashes(block_hash), self._pages(block_hash), strict=False)
+            for name, block in zip(self.page_hashes_of_checkpoint(block_hash), self._pages(block_hash), strict=False)
         ]
 
     def announce_last_checkpoint(self, seq: Sequence) -> None:
@@ -126,7 +126,7 @@ class RecurrentCheckpoints:
 
     def _publish(self, seq: Sequence, at: int, pages: tuple[int, ...]) -> None:
         block_hash, tokens = seq.block_hashes[at - 1], seq.token_ids[(at - 1) * self._size : at * self._size].tobytes()
-        for name, block in zip(self.page_hashes(block_hash), pages, strict=True):
+        for name, block in zip(self.page_hashes_of_checkpoint(block_hash), pages, strict=True):
             old = self._pool.published_entry(name)  # of a checkpoint that has lost other pages
             if old is not None:
                 self._pool.discard_replaced([old[0]])
@@ -157,12 +157,12 @@ class RecurrentCheckpoints:
             self._branches.add(block_hash)
         else:
             inner[block_hash] = None
-        most = pool.num_usable if pool.num_scratch >= self.num_pages else MAX_SHARE * pool.num_usable
+        most = pool.usable_capacity if pool.num_scratch >= self.num_pages else MAX_SHARE * pool.usable_capacity
         while inner and pool.num_pages > most:
             oldest, _ = inner.popitem(last=False)
             if not pool.is_pinned(checkpoint_page_hash(oldest, 0)):
                 pool.discard_replaced(self._pages(oldest))
-        if (len(inner) + len(self._branches)) * self.num_pages > 2 * pool.num_usable:  # most of them were evicted
+        if (len(inner) + len(self._branches)) * self.num_pages > 2 * pool.usable_capacity:  # most of them were evicted
             self._inner = OrderedDict.fromkeys(known for known in inner if self._pages(known))
             self._branches = {known for known in self._branches if self._pages(known)}
 
@@ -172,13 +172,13 @@ class RecurrentCheckpoints:
 
     def _pages(self, block_hash: BlockHash) -> tuple[int, ...]:
         """Return the pages of a checkpoint, none if one of them is gone."""
-        entries = map(self._pool.published_entry, self.page_hashes(block_hash))
+        entries = map(self._pool.published_entry, self.page_hashes_of_checkpoint(block_hash))
         pages = tuple(entry[0] for entry in entries if entry is not None and entry[1] == block_hash)
         return pages if len(pages) == self.num_pages else ()
 
     def _tell(self, block_hash: BlockHash) -> None:
         """Tell the listeners of pages of a checkpoint, if it is still there."""
-        for name in self.page_hashes(block_hash) if self._pages(block_hash) else ():
+        for name in self.page_hashes_of_checkpoint(block_hash) if self._pages(block_hash) else ():
             entry = self._pool.published_entry(name)
             assert entry is not None, "a checkpoint has all its pages"
             for listener in self._pool.page_listeners:

@@ -66,7 +66,7 @@ class BlockEventLog:
         self._pending: list[_Chain | list[BlockHash] | AllBlocksCleared] = []
         self._seq: Sequence | None = None
 
-    def set_publishing_sequence(self, seq: Sequence) -> None:
+    def set_publishing_request(self, seq: Sequence) -> None:
         """Set the sequence whose blocks are published next; it supplies the parent of the first block."""
         self._seq = seq
 

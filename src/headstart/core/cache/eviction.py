@@ -26,7 +26,7 @@ PROTECTED_SHARE = 0.5  # of the pool; decided in benchmarks/eviction
 class EvictionOrder(Protocol):
     """The idle blocks of one class, next to be evicted first."""
 
-    def add(self, blocks: Sequence[int], hot: int = 0) -> int:
+    def add_chain(self, blocks: Sequence[int], hot: int = 0) -> int:
         """Add blocks of one chain, tails first; return HOT if the last is hot. `hot`: HOT if a later block is."""
         ...
 
@@ -34,7 +34,7 @@ class EvictionOrder(Protocol):
         """Remove one block. Raises KeyError if it is not here."""
         ...
 
-    def remove_reused(self, blocks: Sequence[int]) -> None:
+    def remove_for_reuse(self, blocks: Sequence[int]) -> None:
         """Remove blocks that are used again. Raises KeyError if one is not here."""
         ...
 
@@ -43,7 +43,7 @@ class EvictionOrder(Protocol):
         ...
 
     @property
-    def backing_tables(self) -> "tuple[OrderedDict[int, None], ...]":
+    def tables_to_dismantle(self) -> "tuple[OrderedDict[int, None], ...]":
         """The tables that hold the blocks."""
         ...
 
@@ -61,7 +61,7 @@ class LruOrder:
         self._marks = marks
         self._queue: OrderedDict[int, None] = OrderedDict()
 
-    def add(self, blocks: Sequence[int], hot: int = 0) -> int:
+    def add_chain(self, blocks: Sequence[int], hot: int = 0) -> int:
         queue = self._queue
         for block in blocks:
             queue[block] = None
@@ -70,7 +70,7 @@ class LruOrder:
     def remove(self, block: int) -> None:
         del self._queue[block]
 
-    def remove_reused(self, blocks: Sequence[int]) -> None:
+    def remove_for_reuse(self, blocks: Sequence[int]) -> None:
         queue, marks = self._queue, self._marks
         for block in blocks:
             del queue[block]
@@ -80,7 +80,7 @@ class LruOrder:
         return self._queue.popitem(last=False)[0]
 
     @property
-    def backing_tables(self) -> tuple[OrderedDict[int, None], ...]:
+    def tables_to_dismantle(self) -> tuple[OrderedDict[int, None], ...]:
         return (self._queue,)
 
     def __len__(self) -> int:
@@ -113,7 +113,7 @@ class TwoQueueOrder:
         self._probation: OrderedDict[int, None] = OrderedDict()
         self._protected: OrderedDict[int, None] = OrderedDict()
 
-    def add(self, blocks: Sequence[int], hot: int = 0) -> int:
+    def add_chain(self, blocks: Sequence[int], hot: int = 0) -> int:
         marks, probation, protected = self._marks, self._probation, self._protected
         for block in blocks:
             if hot or marks[block] & HOT:
@@ -131,7 +131,7 @@ class TwoQueueOrder:
     def remove(self, block: int) -> None:
         del (self._protected if self._marks[block] & HOT else self._probation)[block]
 
-    def remove_reused(self, blocks: Sequence[int]) -> None:
+    def remove_for_reuse(self, blocks: Sequence[int]) -> None:
         marks, probation, protected = self._marks, self._probation, self._protected
         for block in blocks:
             if marks[block] & HOT:
@@ -144,7 +144,7 @@ class TwoQueueOrder:
         return (self._probation or self._protected).popitem(last=False)[0]
 
     @property
-    def backing_tables(self) -> tuple[OrderedDict[int, None], ...]:
+    def tables_to_dismantle(self) -> tuple[OrderedDict[int, None], ...]:
         return self._probation, self._protected
 
     def __len__(self) -> int:

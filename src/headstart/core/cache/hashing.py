@@ -20,7 +20,7 @@ _PAGE_HEAD = HASH_BYTES - 4 - len(_PAGE)  # bytes of a page's name that are of i
 HashChain = Callable[[bytes, bytes, int], list[bytes]]
 
 
-def pack_tokens(token_ids: Iterable[int]) -> "array[int]":
+def pack_tokens_as_int32(token_ids: Iterable[int]) -> "array[int]":
     """Return `token_ids` as packed int32; packed input is returned as it is.
 
     Raises OverflowError for an id outside int32 and TypeError for anything but an int.
@@ -40,7 +40,7 @@ def root_hash(model: bytes, *, adapter: str | None = None, domain: bytes = b"") 
     return BlockHash(digest.digest())
 
 
-def private_parent_hash(parent: BlockHash, domain: bytes) -> BlockHash:
+def private_parent_hash_for_domain(parent: BlockHash, domain: bytes) -> BlockHash:
     """Return the parent hash of the first private block after a public prefix, for one isolation domain."""
     digest = hashlib.sha256(FORMAT_VERSION + b"/region")
     for field in (parent, domain):

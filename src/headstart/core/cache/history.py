@@ -28,16 +28,16 @@ class EvictionHistory:
     """
 
     def __init__(self, capacity: int) -> None:
-        self.resize(capacity)
+        self.grow_capacity(capacity)
         self._young: dict[BlockHash, EvictionRecord] = {}
         self._old: dict[BlockHash, EvictionRecord] = {}
 
-    def resize(self, capacity: int) -> None:
+    def grow_capacity(self, capacity: int) -> None:
         """Change the capacity, which must not shrink."""
         self._generation = max(capacity // 2, 1)
 
     @property
-    def backing_tables(self) -> tuple[dict[BlockHash, EvictionRecord], dict[BlockHash, EvictionRecord]]:
+    def tables_to_dismantle(self) -> tuple[dict[BlockHash, EvictionRecord], dict[BlockHash, EvictionRecord]]:
         """Both generations."""
         return self._young, self._old
 

@@ -62,7 +62,7 @@ class ReuseModel:
         self._exposure = [[0.0] * len(WIDTHS) for _ in range(CLASSES)]
         self._values = [[0.0] * len(WIDTHS) for _ in range(CLASSES)]
 
-    def add_blocks(self, num: int) -> None:
+    def grow_capacity(self, num: int) -> None:
         """Add state for `num` more blocks."""
         self.keys += [-1] * num
         self._uses += bytes(num)
@@ -131,7 +131,7 @@ class ReuseModel:
         """Record that an idle block is used again."""
         self._reused(self.keys[block])
 
-    def record_removed_unused(self, block: int) -> None:
+    def record_left_idle_unused(self, block: int) -> None:
         """Record that an idle block is no longer idle, without a use."""
         self._leave(self.keys[block])
 
@@ -224,7 +224,7 @@ class HitDensityOrder:
         self._parked: OrderedDict[int, None] = OrderedDict()  # blocks with children
         self._size = 0
 
-    def add(self, blocks: Sequence[int], hot: int = 0) -> int:
+    def add_chain(self, blocks: Sequence[int], hot: int = 0) -> int:
         model = self._model
         model.record_use(blocks)
         self._size += len(blocks)
@@ -235,9 +235,9 @@ class HitDensityOrder:
 
     def remove(self, block: int) -> None:
         self._take(block)
-        self._model.record_removed_unused(block)
+        self._model.record_left_idle_unused(block)
 
-    def remove_reused(self, blocks: Sequence[int]) -> None:
+    def remove_for_reuse(self, blocks: Sequence[int]) -> None:
         marks, revived = self._marks, self._model.record_reuse
         for block in blocks:
             self._take(block)
@@ -271,7 +271,7 @@ class HitDensityOrder:
         self._place(block)
 
     @property
-    def backing_tables(self) -> tuple[OrderedDict[int, None], ...]:
+    def tables_to_dismantle(self) -> tuple[OrderedDict[int, None], ...]:
         return (*self._queues.values(), self._parked)
 
     def __len__(self) -> int:

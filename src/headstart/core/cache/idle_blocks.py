@@ -106,22 +106,24 @@ class IdleBlocks:
         self._queue = self._shelves[""].levels[DEFAULT_PRIORITY]  # the only order, in the usual case
 
     @property
-    def has_tenant_shares(self) -> bool:
+    def may_protect_tenant_blocks(self) -> bool:
         """Whether some blocks may be protected from other tenants."""
         return bool(self._seen) and self._protected_share > 0
 
     @property
-    def backing_tables(self) -> list[OrderedDict[int, None]]:
+    def tables_to_dismantle(self) -> list[OrderedDict[int, None]]:
         """All tables that hold idle blocks, for a pool that is dismantled."""
         levels = (order for shelf in self._shelves.values() for order in shelf.levels.values())
-        return [table for order in levels for table in order.backing_tables] + [s.aside for s in self._shelves.values()]
+        return [table for order in levels for table in order.tables_to_dismantle] + [
+            s.aside for s in self._shelves.values()
+        ]
 
-    def add_blocks(self, num: int) -> None:
+    def grow_capacity(self, num: int) -> None:
         """Add state for `num` more blocks, none of them idle."""
         self.marks += bytes(num)
         self.tenants += [""] * num
         if self.model is not None:
-            self.model.add_blocks(num)
+            self.model.grow_capacity(num)
 
     def __len__(self) -> int:
         return self._size
@@ -138,11 +140,11 @@ class IdleBlocks:
         """Add idle blocks of one chain, tails first; return HOT if the last one is worth protecting."""
         self._size += len(blocks)
         if self._is_plain and retention == DEFAULT_RETENTION:
-            return self._queue.add(blocks)
+            return self._queue.add_chain(blocks)
         hot = 0
         for block in blocks:
             self.retentions.record_hint(block, retention, now)
-            hot = self._order_of(block).add((block,), hot)
+            hot = self._order_of(block).add_chain((block,), hot)
         return hot
 
     def record_shared_release(self, blocks: Sequence[int], retention: RetentionHint, now: float, hot: int) -> None:
@@ -164,17 +166,17 @@ class IdleBlocks:
     def add_most_recent(self, block: int) -> None:
         """Add a block as most recently released: one that was pinned, or set aside."""
         self._size += 1
-        self._order_of(block).add((block,))
+        self._order_of(block).add_chain((block,))
 
-    def remove_reused(self, blocks: Sequence[int]) -> None:
+    def remove_for_reuse(self, blocks: Sequence[int]) -> None:
         """Remove blocks that are used again."""
         self._size -= len(blocks)
         if self._is_plain:
-            self._queue.remove_reused(blocks)
+            self._queue.remove_for_reuse(blocks)
             return
         for block in blocks:
             if not self._leave_aside(block):
-                self._order_of(block).remove_reused((block,))
+                self._order_of(block).remove_for_reuse((block,))
 
     def remove(self, block: int) -> None:
         """Remove an idle block that must not be idle."""
@@ -182,7 +184,7 @@ class IdleBlocks:
         if not self._leave_aside(block):
             self._order_of(block).remove(block)
 
-    def num_protected_blocks(self, leaving: Sequence[int], tenant: str) -> int:
+    def num_protected_from_tenant(self, leaving: Sequence[int], tenant: str) -> int:
         """Return the blocks of other tenants that `tenant` may not evict, once those `leaving` are no longer idle."""
         gone: dict[str, int] = {}
         for block in leaving:
@@ -268,7 +270,7 @@ class IdleBlocks:
             order = shelf.levels.get(level) if shelf is not None else None
             if order is not None and block in order:
                 order.remove(block)
-                self._order_of(block).add((block,))
+                self._order_of(block).add_chain((block,))
 
     def _spare(self, tenant: str, floor: int) -> list[tuple[int, str, _Shelf]]:
         """Return a heap of the tenants with evictable blocks, most first: (-number, tenant, its blocks)."""

@@ -19,7 +19,7 @@ from headstart.core.cache.hashing import (
     HashChain,
     checkpoint_page_hash,
     extend_block_hashes,
-    private_parent_hash,
+    private_parent_hash_for_domain,
     root_hash,
 )
 from headstart.core.request import CacheMode, Request, Sequence, empty_block_table
@@ -113,9 +113,13 @@ class KVCache:
 
     def num_available_after_hit(self, seq: Sequence, hit: PrefixHit, *, last_resort: bool = False) -> int:
         """Return the free blocks left after the hit is taken over: an idle hit is not also free (vLLM #3402)."""
-        return self.pool.num_available_to_tenant(hit.block_ids + hit.state, seq.request.tenant, last_resort=last_resort)
+        return self.pool.num_available_after_acquire(
+            hit.block_ids + hit.state, seq.request.tenant, last_resort=last_resort
+        )
 
-    def extend_table(self, seq: Sequence, hit: PrefixHit, num_tokens: int, *, last_resort: bool = False) -> bool:
+    def adopt_hit_and_extend_table(
+        self, seq: Sequence, hit: PrefixHit, num_tokens: int, *, last_resort: bool = False
+    ) -> bool:
         """Take over `hit` and extend the table to cover `num_tokens`; otherwise return False and change nothing.
 
         `last_resort` permits the eviction of other tenants' protected blocks.
@@ -158,7 +162,7 @@ class KVCache:
         seq.started_from = seq.block_hashes[depth - 1] if hit.state else None
         seq.junction = found if self.checkpoints.num_pages and found > depth else 0
 
-    def allocate_state_blocks(self, seq: Sequence, start: int, end: int) -> tuple[tuple[int, ...], Saves]:
+    def assign_chunk_state_blocks(self, seq: Sequence, start: int, end: int) -> tuple[tuple[int, ...], Saves]:
         """Return the blocks that a planned chunk reads its state from, and those that it keeps states in.
 
         They are held until `checkpoints.end`.
@@ -179,7 +183,7 @@ class KVCache:
         if seq.num_computed_tokens // self.block_size <= seq.num_published_blocks:
             return
         if self.event_log is not None:
-            self.event_log.set_publishing_sequence(seq)
+            self.event_log.set_publishing_request(seq)
         self._publish_until(seq, seq.num_computed_tokens, ahead=False)
 
     def publish_ahead(self, seq: Sequence) -> list[int]:
@@ -192,7 +196,7 @@ class KVCache:
     def confirm_published(self, seq: Sequence, block_ids: Iterable[int]) -> None:
         """Tell the listeners of the pool that blocks published ahead are computed now."""
         if self.event_log is not None:
-            self.event_log.set_publishing_sequence(seq)
+            self.event_log.set_publishing_request(seq)
         for block in block_ids:
             self.pool.confirm_published(block)
 
@@ -222,7 +226,7 @@ class KVCache:
         if page is not None:
             return self.pool.publish(block, *self.block_key(seq, index, page), seq.request.tenant)
         if self.event_log is not None:
-            self.event_log.set_publishing_sequence(seq)
+            self.event_log.set_publishing_request(seq)
         return self._publish(seq, index, block)
 
     def block_key(self, seq: Sequence, index: int, page: int | None = None) -> BlockKey:
@@ -250,7 +254,7 @@ class KVCache:
         The pages of its checkpoints are among them, each after the blocks whose state it is.
         """
         self.checkpoints.announce_last_checkpoint(seq)
-        table = self.checkpoints.table_to_release(seq) if self.checkpoints.num_pages else seq.block_ids
+        table = self.checkpoints.table_with_acquired_pages(seq) if self.checkpoints.num_pages else seq.block_ids
         seq.block_ids = empty_block_table()
         seq.taken = []
         assert not seq.state, f"{seq.request_id} holds pages of a state that it has not read"
@@ -309,7 +313,7 @@ class KVCache:
                 break
         if hashes:
             seq.root, seq.num_public_blocks = root, len(hashes)
-            seq.region = private_parent_hash(hashes[-1], seq.request.domain)
+            seq.region = private_parent_hash_for_domain(hashes[-1], seq.request.domain)
 
     def _lookup(self, seq: Sequence, index: int) -> list[int]:
         """Return verified blocks from block `index` on; the region hash is the first private block's parent."""

@@ -60,7 +60,7 @@ class PinnedPrefixes(BlockListener):
     @property
     def max_blocks(self) -> int:
         """Upper bound of pinned hashes."""
-        return int(self._pool.num_usable * self._max_share)
+        return int(self._pool.usable_capacity * self._max_share)
 
     @property
     def block_hashes(self) -> Set[BlockHash]:
@@ -154,7 +154,7 @@ class PinnedPrefixes(BlockListener):
         wanted, self._requests = self._requests, []
         return aborted, wanted
 
-    def without_warming_outputs(self, outputs: "list[RequestStepOutput]") -> "list[RequestStepOutput]":
+    def consume_warming_outputs(self, outputs: "list[RequestStepOutput]") -> "list[RequestStepOutput]":
         """Remove the outputs of its own requests from `outputs`."""
         if not self._warming:
             return outputs
@@ -186,7 +186,7 @@ class PinnedPrefixes(BlockListener):
         fresh = [prefix for prefix in chains if chains[prefix] != prefix.block_hashes]
         for prefix in fresh:
             if prefix.is_pinned:
-                self._pool.pin(chains[prefix])  # before anything is unpinned: hashes in both sets stay pinned
+                self._pool.pin_hashes(chains[prefix])  # before anything is unpinned: hashes in both sets stay pinned
         for prefix in stale:
             self._drop(prefix)
         for prefix in fresh:
@@ -206,14 +206,14 @@ class PinnedPrefixes(BlockListener):
     def _hashes_of(self, prefix: PinnedPrefix) -> "list[BlockHash]":
         request = Request("", prefix.token_ids, _ONCE, domain=prefix.domain, tenant=prefix.tenant)
         block_hashes = self._cache.new_sequence(request, 0).block_hashes
-        return block_hashes + self._cache.checkpoints.page_hashes(block_hashes[-1])
+        return block_hashes + self._cache.checkpoints.page_hashes_of_checkpoint(block_hashes[-1])
 
     def _check(self, chains: "dict[PinnedPrefix, list[BlockHash]]", cause: PinnedPrefix) -> None:
         """Raise InvalidRequestError if the pins exceed the cap, or leave too little for live requests."""
         pinned = {block_hash for prefix, chain in chains.items() if prefix.is_pinned for block_hash in chain}
         if pinned <= self._owners.keys():
             return
-        usable, most = self._pool.num_usable, self.max_blocks
+        usable, most = self._pool.usable_capacity, self.max_blocks
         change = f"{'adding' if cause in chains else 'removing'} prefix {cause.name!r}"
         if len(pinned) > most:
             raise InvalidRequestError(
@@ -231,7 +231,7 @@ class PinnedPrefixes(BlockListener):
 
     def _blocked(self, pinned: Set[BlockHash]) -> str | None:
         """Return the id of a live request that would not fit beside these pins even alone, or as guaranteed to it."""
-        left, reserved = self._pool.num_usable - len(pinned), 0
+        left, reserved = self._pool.usable_capacity - len(pinned), 0
         for seq, num_blocks, non_preemptible in self._demands():
             block_hashes = seq.block_hashes if self._cache.may_read_cache(seq) and not non_preemptible else ()
             own = next(
@@ -255,7 +255,7 @@ class PinnedPrefixes(BlockListener):
             prefix.request_id = ""
         if not prefix.is_pinned or not prefix.block_hashes:
             return
-        self._pool.unpin(prefix.block_hashes)
+        self._pool.unpin_hashes(prefix.block_hashes)
         for block_hash in prefix.block_hashes:
             owners = self._owners[block_hash]
             owners.remove(prefix)

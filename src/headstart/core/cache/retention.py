@@ -68,7 +68,7 @@ class RetentionHints:
             marks[block] |= SEEN
             del self._hints[block]
 
-    def drop_hints(self, block: int) -> None:
+    def drop_block_hint(self, block: int) -> None:
         """Drop the hints of a block that lost its content."""
         self._hints.pop(block, None)
 

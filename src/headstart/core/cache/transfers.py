@@ -20,7 +20,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from headstart.core.cache.block_pool import BlockPool
-from headstart.core.cache.block_store import BlockKey, BlockStore, LoadedBlocks
+from headstart.core.cache.block_store import BlockKey, BlockLoadPart, BlockStore
 from headstart.core.cache.hashing import BlockHash, checkpoint_page_hash
 from headstart.core.cache.kv_cache import KVCache, PrefixHit
 from headstart.core.executor import Executor
@@ -66,7 +66,7 @@ class LoadableBlocks(NamedTuple):
     num_tokens: int = 0  # that need not be computed then
 
     @property
-    def num_pages(self) -> int:
+    def num_checkpoint_pages(self) -> int:
         return sum(page is not None for _, page in self.pieces)
 
 
@@ -98,7 +98,7 @@ class _Load:
         self, seq: Sequence, wanted: LoadableBlocks, names: list[BlockHash], patience: float, now: float
     ) -> None:
         self.seq, self.pieces, self.names, self.index, self.end = seq, wanted.pieces, names, 0, len(names)
-        self.depth = wanted.pieces[0][0] + 1 if wanted.num_pages else 0  # of the checkpoint, in blocks
+        self.depth = wanted.pieces[0][0] + 1 if wanted.num_checkpoint_pages else 0  # of the checkpoint, in blocks
         self.patience, self.deadline = patience, now + patience
         self.began, self.expected, self.longest, self.wait_until = now, 0.0, 0.0, inf
         self.is_passed, self.held = False, dict[int, int]()
@@ -159,11 +159,11 @@ class StoreTransfers:
             return not load.is_passed
         return any(load.brings_state(seq, start, size) for load in self._loads.values())
 
-    def uses_store(self, seq: Sequence) -> bool:
+    def may_load_from_store(self, seq: Sequence) -> bool:
         """Return whether the store is asked for what this sequence misses."""
         return self._store is not None and seq.num_loads < MAX_LOADS and self._cache.may_read_cache(seq)
 
-    def num_reserved(self, seq: Sequence, *, may_wait: bool) -> int:
+    def num_reserved_by_others(self, seq: Sequence, *, may_wait: bool) -> int:
         """Return the blocks that loads of other sequences take, or took and are about to be taken over.
 
         Without `may_wait`, which says that another sequence runs, what was loaded for one that waits does not count.
@@ -200,7 +200,7 @@ class StoreTransfers:
             depth += 1
         for at in range(min(depth, most), start // size, -1):
             if self._has(checkpoint_page_hash(block_hashes[at - 1], 0)):
-                names = self._cache.checkpoints.page_hashes(block_hashes[at - 1])
+                names = self._cache.checkpoints.page_hashes_of_checkpoint(block_hashes[at - 1])
                 if all(map(self._has, names)):
                     pages = [(at - 1, page) for page, name in enumerate(names) if not self._pool.contains(name)]
                     blocks = [(i, None) for i in range(index, at) if not self._pool.contains(block_hashes[i])]
@@ -303,12 +303,12 @@ class StoreTransfers:
                 load.seq.num_loads = MAX_LOADS
                 self._drop(load_id, is_late=True)
 
-    def wait_for_loads(self, timeout: float) -> None:
+    def wait_for_any_load(self, timeout: float) -> None:
         """Wait for loaded blocks, if any load is in flight."""
         if self._store is not None and self._loads:
-            self._store.wait_for_loads(timeout)
+            self._store.wait_for_any_load(timeout)
 
-    def num_loaded_tokens(self, seq: Sequence, start: int, end: int) -> int:
+    def num_loaded_tokens_in_range(self, seq: Sequence, start: int, end: int) -> int:
         """Return how many of the tokens `[start, end)`, which the sequence takes over, came from the store."""
         if not self._loaded or start >= end:
             return 0
@@ -324,7 +324,7 @@ class StoreTransfers:
         if self._store is not None and hit.block_ids:
             block_hashes = seq.block_hashes[: hit.start_block + len(hit.block_ids)]
             if hit.state:
-                block_hashes += self._cache.checkpoints.page_hashes(
+                block_hashes += self._cache.checkpoints.page_hashes_of_checkpoint(
                     block_hashes[hit.num_tokens // self._cache.block_size - 1]
                 )
             self._store.mark_used(block_hashes)
@@ -340,7 +340,7 @@ class StoreTransfers:
             if entry is not None:
                 self._offer(entry[0], block_hash, entry[1], entry[2])
 
-    def hashes_stored_from_pool(self, block_hashes: list[BlockHash]) -> list[BlockHash]:
+    def hashes_offered_from_pool(self, block_hashes: list[BlockHash]) -> list[BlockHash]:
         """Return those of these hashes whose content in the store, if any, came from the blocks published now."""
         return [block_hash for block_hash in block_hashes if block_hash in self._offered]
 
@@ -379,11 +379,11 @@ class StoreTransfers:
             self._offered.add(block_hash)
             self._store.offer_block(block, self._pool.block_version(block), BlockKey(block_hash, parent, tokens))
 
-    def _take_in(self, load: _Load, loaded: LoadedBlocks, executor: Executor, now: float) -> None:
+    def _take_in(self, load: _Load, loaded: BlockLoadPart, executor: Executor, now: float) -> None:
         """Write and publish the blocks that arrived; cancel the rest of the load if there is no space for it."""
         assert self._store is not None
         blocks = self._allocate(load, len(loaded.data))
-        dirty = self._pool.take_blocks_to_zero()
+        dirty = self._pool.drain_blocks_to_zero()
         if dirty:  # before they are written, never after
             executor.zero_blocks(dirty)
         for block, data in zip(blocks, loaded.data, strict=False):
@@ -415,7 +415,7 @@ class StoreTransfers:
                 entry[0] for name in load.names[: load.index] if (entry := pool.published_entry(name)) is not None
             )
             held = list(dict.fromkeys((*hit.block_ids, *hit.state, *arrived)))
-            num = max(min(num, pool.num_available_to_tenant(held, request.tenant)), 0)
+            num = max(min(num, pool.num_available_after_acquire(held, request.tenant)), 0)
             pool.acquire(held)
             blocks = pool.allocate(num, request.tenant, by=request.request_id, states=states)
             pool.release(held)

@@ -14,11 +14,11 @@ the first request that fails because of it. A request is computed again at most 
 
 from headstart.core.cache.kv_cache import KVCache
 from headstart.core.cache.transfers import StoreTransfers
-from headstart.core.request import RecomputeAttempt, Sequence, SuspectBlock
+from headstart.core.request import NonFiniteRecompute, Sequence, SuspectBlock
 from headstart.core.sched.admission import AdmissionControl
 
 
-class CorruptionPolicy:
+class SuspectBlockHandler:
     """The decisions about suspect blocks of one cache and its store."""
 
     def __init__(self, cache: KVCache, transfers: StoreTransfers, admission: AdmissionControl) -> None:
@@ -27,7 +27,7 @@ class CorruptionPolicy:
         self._transfers = transfers
         self._admission = admission
 
-    def on_row_failed(self, seq: Sequence, end: int) -> bool:
+    def on_nonfinite_row(self, seq: Sequence, end: int) -> bool:
         """Discard the blocks the sequence wrote itself; return whether the sequence is to be computed again.
 
         `end` is the end of its failed chunk, in tokens. It is not computed again if it has no shared blocks, or if a
@@ -38,23 +38,23 @@ class CorruptionPolicy:
         states, started = self._cache.checkpoints, () if seq.started_from is None else (seq.started_from,)
         suspects = (*(suspect for suspect in found if suspect is not None), *states.published_pages(started))
         left = states.published_pages(seq.checkpoints)
-        self._transfers.discard_corrupt(self._transfers.hashes_stored_from_pool([page.block_hash for page in left]))
+        self._transfers.discard_corrupt(self._transfers.hashes_offered_from_pool([page.block_hash for page in left]))
         self._pool.discard_corrupt([page.block for page in left])
         own = [index for index in range(len(seq.block_ids)) if index not in shared]
         block_hashes = [suspect.block_hash for index in own if (suspect := self._published(seq, index)) is not None]
-        self._transfers.discard_corrupt(self._transfers.hashes_stored_from_pool(block_hashes))
+        self._transfers.discard_corrupt(self._transfers.hashes_offered_from_pool(block_hashes))
         self._pool.discard_corrupt([seq.block_ids[index] for index in own])
-        if seq.was_recomputed or not (shared or suspects) or not self._admission.fits_private_copy(seq):
+        if seq.was_recomputed or not (shared or suspects) or not self._admission.fits_beside_pinned_blocks(seq):
             return False
         seq.was_recomputed = True
-        seq.recompute = RecomputeAttempt(suspects, end)
+        seq.recompute = NonFiniteRecompute(suspects, end)
         return True
 
-    def has_published_suspects(self, seq: Sequence) -> bool:
+    def sequence_has_published_suspects(self, seq: Sequence) -> bool:
         """Return whether any suspect block of the sequence is still published."""
         return seq.recompute is not None and any(map(self._is_there, seq.recompute.suspects))
 
-    def on_row_passed(self, seq: Sequence) -> bool:
+    def on_finite_rerun_row(self, seq: Sequence) -> bool:
         """Handle a finite row of a second run; return whether the run has now passed the point of failure.
 
         If so, its suspects are discarded, and it may read and write the cache again.

@@ -48,7 +48,7 @@ class AdmissionControl:
         """Return the length of its block table if its output becomes as long as allowed."""
         return self._blocks_at(self._longest(seq))
 
-    def reserved_blocks(self, seq: Sequence) -> int:
+    def blocks_reserved_for_sequence(self, seq: Sequence) -> int:
         """Return the blocks a running sequence is expected to take yet, or may take if it must not be preempted."""
         return max(self._final_blocks(seq) - len(seq.block_ids), 0)
 
@@ -71,7 +71,7 @@ class AdmissionControl:
         cache, pool = self._cache, self._cache.pool
         blocks, pinned = self._blocks_at(self._longest(seq)), pool.num_pinned_hashes
         own = cache.num_leading_pinned(seq.block_hashes) if pinned and cache.may_read_cache(seq) else 0
-        usable = pool.num_usable - pinned + own
+        usable = pool.usable_capacity - pinned + own
         if blocks > usable:
             kept = f" beside {pinned - own} pinned ones" if pinned > own else ""
             wanted = f"prompt and output of {self._longest(seq)} tokens need {blocks} KV blocks"
@@ -83,19 +83,19 @@ class AdmissionControl:
                 param="max_tokens",
             )
 
-    def fits_private_copy(self, seq: Sequence) -> bool:
+    def fits_beside_pinned_blocks(self, seq: Sequence) -> bool:
         """Return whether the pool can hold all its tokens so far beside all pinned blocks, its own included.
 
         A sequence that does not write to the cache keeps its copy to its end, so that must fit too.
         """
         num_tokens = len(seq.token_ids) + 1 if self._cache.may_publish(seq) else self._longest(seq)
-        return self._blocks_at(num_tokens) <= self._cache.pool.num_usable - self._cache.pool.num_pinned_hashes
+        return self._blocks_at(num_tokens) <= self._cache.pool.usable_capacity - self._cache.pool.num_pinned_hashes
 
     def _fits_to_end(self, seq: Sequence, running: OrderedSequences) -> bool:
         """Return whether the pool can hold it to its end beside all other non-preemptible sequences."""
         others = [other for other in running if is_non_preemptible(other)]
         blocks = sum(self._final_blocks(other) for other in (seq, *others))
-        return not others or blocks <= self._cache.pool.num_usable - self._cache.pool.num_pinned_hashes
+        return not others or blocks <= self._cache.pool.usable_capacity - self._cache.pool.num_pinned_hashes
 
     def _final_blocks(self, seq: Sequence) -> int:
         """Return the length of its block table at its end: as expected, or the maximum if it is non-preemptible."""

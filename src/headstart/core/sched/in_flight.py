@@ -85,7 +85,7 @@ class StepsInFlight:
                     seq.pending_row = None  # else it is a row of the step behind this one
         return step
 
-    def settle_published(self, step: StepInFlight, rows: Items[RowResult]) -> set[int]:
+    def confirm_or_withdraw_published(self, step: StepInFlight, rows: Items[RowResult]) -> set[int]:
         """Confirm what a step published ahead; withdraw, and return, the blocks of rows that have failed."""
         withdrawn: set[int] = set()
         for row, blocks in step.ahead:

@@ -40,7 +40,7 @@ class StepPlan:
         self._promised: set[BlockHash] = set()
         self._shares = shares
 
-    def max_chunk_len(self, seq: Sequence, start: int, want: int, *, alone: bool) -> int:
+    def chunk_len_within_budget(self, seq: Sequence, start: int, want: int, *, alone: bool) -> int:
         """Return how many of the last `want` tokens of `seq`, from `start` on, to compute.
 
         Prefills leave one token for each unplanned decode. A decode with forced tokens gets one token at least, and

@@ -1,4 +1,4 @@
-"""QueuedBlockRefs: for each block hash, the number of queued requests that reference it.
+"""QueuedBlockRefCounts: for each block hash, the number of queued requests that reference it.
 
 Most requests are admitted at once, and their references are removed before they are read. So references are counted
 hash by hash only when they are read, which is when blocks have to be evicted.
@@ -12,7 +12,7 @@ from headstart.core.cache.hashing import BlockHash
 MAX_UNCOUNTED = 256
 
 
-class QueuedBlockRefs:
+class QueuedBlockRefCounts:
     """A multiset of block hashes; membership is valid once `count` has been called since the last change."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class QueuedBlockRefs:
             self._uncounted.setdefault(block_hashes[-1], []).append(block_hashes[:])
             self._num_uncounted += 1
             if self._num_uncounted > MAX_UNCOUNTED:
-                self.apply_pending()
+                self.add_pending_to_counts()
 
     def discard(self, block_hashes: Sequence[BlockHash]) -> None:
         """Remove one reference from every hash, in any grouping."""
@@ -43,7 +43,7 @@ class QueuedBlockRefs:
                 del self._uncounted[block_hashes[-1]]
             self._num_uncounted -= 1
             return
-        self.apply_pending()
+        self.add_pending_to_counts()
         counts = self._counts
         for block_hash in block_hashes:
             assert block_hash in counts, f"block {block_hash.hex()} is dereferenced more often than referenced"
@@ -52,7 +52,7 @@ class QueuedBlockRefs:
             else:
                 counts[block_hash] -= 1
 
-    def apply_pending(self) -> None:
+    def add_pending_to_counts(self) -> None:
         """Count the references added since the last call."""
         for alike in self._uncounted.values():
             for block_hashes in alike:

@@ -28,7 +28,7 @@ from headstart.core.cache.hashing import HashChain
 from headstart.core.cache.kv_cache import NO_HIT, KVCache, PrefixHit
 from headstart.core.cache.pinned_prefixes import PinnedPrefixes, RequestBlockDemand
 from headstart.core.cache.transfers import LoadableBlocks, StoreTransfers
-from headstart.core.cache.trust import CorruptionPolicy
+from headstart.core.cache.trust import SuspectBlockHandler
 from headstart.core.errors import prompt_too_long_error
 from headstart.core.request import FinishReason, Request, Sequence, SequenceStatus
 from headstart.core.sched.admission import MAX_CANDIDATES, AdmissionControl, is_non_preemptible
@@ -37,7 +37,7 @@ from headstart.core.sched.plan import NO_SHARES, StepPlan, is_decoding
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.step_time import StepTimes
 from headstart.core.sched.tenant_queues import TenantQueues
-from headstart.core.sched.tenant_shares import RemainingStepShare, StepDemand, TenantShares
+from headstart.core.sched.tenant_shares import RemainingStepShare, TenantShares, TenantStepDemand
 from headstart.core.sched.token_accounting import TokenAccounting
 from headstart.core.sched.waiting_queue import POLICIES, OrderedSequences, PrefixGroup
 from headstart.core.speculation.speculation import Speculator
@@ -72,7 +72,7 @@ class Scheduler:
             state_pages=config.state_pages,
         )
         self.step_times = StepTimes(limits.max_step_time)
-        self.tenants = TenantShares(limits, self.pool.num_usable, self.step_times)
+        self.tenants = TenantShares(limits, self.pool.usable_capacity, self.step_times)
         self.waiting = TenantQueues(
             self.pool, config.policy, config.lpm_k, self.cache.may_read_cache, self.tenants.tenant_order_key
         )
@@ -81,7 +81,7 @@ class Scheduler:
         self.admission = AdmissionControl(self.cache, limits.max_model_len)
         self.prefixes = PinnedPrefixes(self.cache, self._demands, max_share=config.max_pinned_share)
         self.transfers = StoreTransfers(self.cache, store)
-        self.trust = CorruptionPolicy(self.cache, self.transfers, self.admission)
+        self.trust = SuspectBlockHandler(self.cache, self.transfers, self.admission)
         self.speculation: Speculator | None = None
         if config.speculation is not None:
             most = config.max_draft_tokens
@@ -146,7 +146,7 @@ class Scheduler:
             self.in_flight.publish_ahead()
             running = [seq for seq in running if not self.in_flight.is_last_step_of(seq)]
         self._drains = False
-        shares = self._shares(running) if self.tenants.has_several_tenants(now) else NO_SHARES
+        shares = self._shares(running) if self.tenants.has_several_recent_tenants(now) else NO_SHARES
         victims = self._reclaim() if shares else set[str]()
         if self._drains:
             return Batch(())
@@ -177,7 +177,7 @@ class Scheduler:
         step = self.in_flight.end_oldest()
         assert len(result.rows) == len(step.entries), f"{len(step.entries)} chunks but {len(result.rows)} rows"
         self._learn(step, result.elapsed)
-        withdrawn = self.in_flight.settle_published(step, result.rows)
+        withdrawn = self.in_flight.confirm_or_withdraw_published(step, result.rows)
         if withdrawn:
             self._requeue_readers(withdrawn, {seq.request_id for seq, _ in step.entries})
         outputs, has_states = list[RequestStepOutput](), self.cache.checkpoints.num_pages > 0
@@ -234,8 +234,10 @@ class Scheduler:
                 if self._is_promised(plan, seq, index) or self._is_loading(seq, hit, index):
                     continue
             want = num_tokens - start
-            n = self.transfers.max_chunk_len(seq, start, plan.max_chunk_len(seq, start, want, alone=alone))
-            while n and not self.cache.extend_table(seq, hit, start + n, last_resort=len(self.running) == 1):
+            n = self.transfers.max_chunk_len(seq, start, plan.chunk_len_within_budget(seq, start, want, alone=alone))
+            while n and not self.cache.adopt_hit_and_extend_table(
+                seq, hit, start + n, last_resort=len(self.running) == 1
+            ):
                 if self.transfers.cancel_loads_holding_blocks():
                     continue
                 if self.in_flight:
@@ -255,8 +257,8 @@ class Scheduler:
 
         `is_shared`: no tenant above its share gets more while one below it waits.
         """
-        self.waiting.refresh_groups()
-        reserved = sum(map(self.admission.reserved_blocks, self.running))
+        self.waiting.regroup_after_publish()
+        reserved = sum(map(self.admission.blocks_reserved_for_sequence, self.running))
         while plan.budget > 0 and len(self.running) < self.limits.max_seqs:
             group = self.waiting.next_group()
             if group is None:
@@ -264,8 +266,8 @@ class Scheduler:
             seq, tenant = group.members[0], group.members[0].request.tenant
             if (
                 is_shared
-                and self.tenants.reaches_share(tenant)
-                and not all(map(self.tenants.reaches_share, self.waiting.tenants))
+                and self.tenants.reaches_place_or_block_share(tenant)
+                and not all(map(self.tenants.reaches_place_or_block_share, self.waiting.tenants))
             ):
                 break
             if seq.recompute is not None and not self._may_recompute(seq, group):
@@ -276,14 +278,14 @@ class Scheduler:
                 self.waiting.regroup_sequence(seq, depth)
                 continue
             if self._is_promised(plan, seq, depth) or self._is_loading(seq, hit, depth, reserved):
-                self.waiting.skip_group(group, hit.num_tokens)
+                self.waiting.skip_prefix_group(group, hit.num_tokens)
                 continue
             if plan.exceeds_tenant_share(seq, hit.num_tokens):
                 self.waiting.skip_tenant(tenant)
                 continue
             if not self._admit(plan, seq, hit, reserved):
                 break
-            reserved += self.admission.reserved_blocks(seq)
+            reserved += self.admission.blocks_reserved_for_sequence(seq)
         self.waiting.reset_skipped()
 
     def _may_recompute(self, seq: Sequence, group: PrefixGroup) -> bool:
@@ -292,9 +294,9 @@ class Scheduler:
         If all its suspects are gone by then, the second run is cancelled and the sequence is queued as usual.
         """
         if any(other.recompute is not None for other in self.running):
-            self.waiting.skip_group(group, 0)
+            self.waiting.skip_prefix_group(group, 0)
             return False
-        if self.trust.has_published_suspects(seq):
+        if self.trust.sequence_has_published_suspects(seq):
             return True
         self.waiting.remove(seq)
         seq.recompute = None
@@ -318,7 +320,7 @@ class Scheduler:
         alone = self._num_prompts == 1
         if transfers.should_await_load(seq, index, start, alone=alone):
             return True
-        if not transfers.uses_store(seq) or (reserved is not None and not self._fits(seq, hit, reserved)):
+        if not transfers.may_load_from_store(seq) or (reserved is not None and not self._fits(seq, hit, reserved)):
             return False  # in every step while it waits: its blocks are not looked up one by one
         wanted = transfers.find_loadable(seq, index, start)
         if not wanted.pieces:
@@ -326,7 +328,7 @@ class Scheduler:
         if reserved is None:
             fits = len(wanted.pieces) + transfers.num_outstanding <= self.cache.num_available_after_hit(seq, hit)
         else:
-            fits = not wanted.num_pages or self._fits(seq, hit, reserved + wanted.num_pages)
+            fits = not wanted.num_checkpoint_pages or self._fits(seq, hit, reserved + wanted.num_checkpoint_pages)
         return fits and transfers.begin_load_if_faster(
             seq, wanted, self._now, may_meet=alone and self._fits_beside(seq, hit, wanted)
         )
@@ -343,14 +345,14 @@ class Scheduler:
         if hit.state and not self.running and not self._fits(seq, hit, reserved):
             hit = NO_HIT  # alone it fits, but not beside the pages of the state that it would begin from
         want = seq.num_tokens - hit.num_tokens
-        n = plan.max_chunk_len(seq, hit.num_tokens, want, alone=len(self._sequences) == 1)
+        n = plan.chunk_len_within_budget(seq, hit.num_tokens, want, alone=len(self._sequences) == 1)
         n = self.transfers.max_chunk_len(seq, hit.num_tokens, n)
         extra = self._charge_for(hit)
         if not n or (extra and plan.entries and extra + n > plan.budget) or not self._fits(seq, hit, reserved):
             return False
-        extended = self.cache.extend_table(seq, hit, hit.num_tokens + n, last_resort=not self.running)
+        extended = self.cache.adopt_hit_and_extend_table(seq, hit, hit.num_tokens + n, last_resort=not self.running)
         assert extended, f"{seq.request_id} fits but cannot be extended"
-        self.waiting.on_admitted(seq)
+        self.waiting.remove_admitted(seq)
         is_first = not seq.admitted
         self.accounting.on_admitted(seq, hit, self._now)
         if is_first:
@@ -363,7 +365,7 @@ class Scheduler:
 
     def _fits(self, seq: Sequence, hit: PrefixHit, reserved: int) -> bool:
         """Return whether all of it fits beside the reservations of others and the blocks being loaded."""
-        coming = self.transfers.num_reserved(seq, may_wait=bool(self.running))
+        coming = self.transfers.num_reserved_by_others(seq, may_wait=bool(self.running))
         if coming:  # loads take little time, so this applies even if nothing runs yet
             new = self.cache.num_new_blocks(seq, hit, len(seq.token_ids))
             if new + coming > self.cache.num_available_after_hit(seq, hit):
@@ -420,7 +422,7 @@ class Scheduler:
         end = start + n
         is_unknown = start == len(tokens)
         state, saves = (
-            self.cache.allocate_state_blocks(seq, start, end) if self.cache.checkpoints.num_pages else ((), ())
+            self.cache.assign_chunk_state_blocks(seq, start, end) if self.cache.checkpoints.num_pages else ((), ())
         )
         published = seq.num_published_blocks * self.block_size
         return Chunk(  # in the order of its fields: keywords cost a tenth of a step of 256 decodes
@@ -450,7 +452,7 @@ class Scheduler:
             if draft is None:
                 continue
             end = chunk.start + len(chunk.token_ids)
-            if not self.cache.extend_table(seq, NO_HIT, end + len(draft)):
+            if not self.cache.adopt_hit_and_extend_table(seq, NO_HIT, end + len(draft)):
                 draft = draft[: len(seq.block_ids) * self.block_size - end]
             saves = chunk.saves + self.cache.allocate_saves(seq, end, end + len(draft))
             tokens = chunk.token_ids + draft
@@ -466,8 +468,8 @@ class Scheduler:
             decodes[tenant] += is_one
             prompts[tenant] += seq.num_tokens - seq.next_start - is_one
         for tenant in self.waiting.tenants:
-            prompts[tenant] += self.waiting.queue_of(tenant).num_queued_tokens(self.block_size, most)
-        demands = {tenant: StepDemand(decodes[tenant], num) for tenant, num in prompts.items()}
+            prompts[tenant] += self.waiting.queue_of(tenant).num_tokens_to_compute(self.block_size, most)
+        demands = {tenant: TenantStepDemand(decodes[tenant], num) for tenant, num in prompts.items()}
         return self.tenants.step_shares(demands, len(self._sequences) - decodes.total()) if demands else {}
 
     def _reclaim(self) -> set[str]:
@@ -478,7 +480,11 @@ class Scheduler:
         victims = set[str]()
         self.tenants.recount_usage(self.running)
         for tenant in self.waiting.tenants:
-            group = None if self.tenants.reaches_share(tenant) else self.waiting.queue_of(tenant).next_group()
+            group = (
+                None
+                if self.tenants.reaches_place_or_block_share(tenant)
+                else self.waiting.queue_of(tenant).next_group()
+            )
             if group is None:
                 continue
             seq = group.members[0]
@@ -486,7 +492,7 @@ class Scheduler:
             if self.tenants.exceeds_block_share(tenant, self.admission.max_blocks(seq)):
                 continue  # it may need more than its share, so it waits
             while True:
-                reserved = sum(map(self.admission.reserved_blocks, self.running))
+                reserved = sum(map(self.admission.blocks_reserved_for_sequence, self.running))
                 needs_place = len(self.running) >= self.limits.max_seqs
                 if not needs_place and self._fits(seq, hit, reserved):
                     break
@@ -535,7 +541,7 @@ class Scheduler:
         seq.num_computed_tokens += num_known + num_accepted
         if seq.recompute is None:
             self.cache.publish_full_blocks(seq)
-        elif self.trust.on_row_passed(seq):
+        elif self.trust.on_finite_rerun_row(seq):
             self.cache.publish_full_blocks(seq)
             self.cache.share_equal_blocks(seq)
         if num_drafts:
@@ -585,8 +591,8 @@ class Scheduler:
         if kind is RowErrorKind.NON_FINITE and chunk.num_logits > 1:
             self._row_with_draft_failed(seq, chunk)
             return None
-        if kind is RowErrorKind.NON_FINITE and self.trust.on_row_failed(seq, chunk.start + len(chunk.token_ids)):
-            self.accounting.on_recompute(seq)
+        if kind is RowErrorKind.NON_FINITE and self.trust.on_nonfinite_row(seq, chunk.start + len(chunk.token_ids)):
+            self.accounting.on_corruption_recompute(seq)
             self._requeue(seq)
             return None
         self.counters.num_row_errors += 1
@@ -630,7 +636,7 @@ class Scheduler:
         self.tenants.on_finished(seq, self._now)
         self.transfers.on_sequence_left(seq)
         self.in_flight.release_table(seq)
-        self.accounting.on_finished(seq)
+        self.accounting.add_to_perfect_cache(seq)
         if self.speculation is not None:
             self.speculation.on_finished(seq)
         seq.status = SequenceStatus.FINISHED

@@ -109,7 +109,7 @@ def _moved(old: float, seen: float) -> float:
     return old * factor ** (_UP if factor > 1 else _DOWN)
 
 
-class TracedPrefills:
+class TracedRequestPrefills:
     """The chunks in which the prompts of traced requests are computed, until all of the prompt is."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class TracedPrefills:
     def __bool__(self) -> bool:
         return bool(self._chunks)
 
-    def add(self, request: Request) -> None:
+    def add_request_if_traced(self, request: Request) -> None:
         """Record the chunks of a request, if it is traced."""
         if request.is_traced:
             self._chunks[request.request_id] = []
@@ -127,7 +127,7 @@ class TracedPrefills:
         """Forget a request. Unknown ones are ignored."""
         self._chunks.pop(request_id, None)
 
-    def record_step(
+    def record_and_attach_timings(
         self, chunks: Iterable[Chunk], planned_at: float, elapsed: float, outputs: list[RequestStepOutput]
     ) -> list[RequestStepOutput]:
         """Note a step that has ended; return its outputs, with the chunks of the prompts that are complete."""

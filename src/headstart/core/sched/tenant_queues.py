@@ -1,6 +1,6 @@
 """TenantQueues: a waiting queue per tenant, so that the order of a tenant's sequences depends on its own only.
 
-The scheduler says which tenant is next (`rank`); within it, the order is that of its WaitingQueue.
+The scheduler says which tenant is next (`rank`); within it, the order is that of its TenantWaitingQueue.
 """
 
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from headstart.core.cache.block_pool import BlockListener, BlockPool
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.request import Sequence
-from headstart.core.sched.waiting_queue import WAITING, PrefixGroup, WaitingQueue
+from headstart.core.sched.waiting_queue import WAITING, PrefixGroup, TenantWaitingQueue
 
 Rank = Callable[[str], tuple[float, ...]]
 
@@ -21,11 +21,11 @@ class TenantQueues(BlockListener):
     ) -> None:
         """`rank`: the tenant with the smallest is next."""
         self._key = WAITING[policy]
-        self.references = policy == "fcfs"  # of each queue; see WaitingQueue
-        self._new = lambda: WaitingQueue(pool, policy, k, reads)
+        self.references = policy == "fcfs"  # of each queue; see TenantWaitingQueue
+        self._new = lambda: TenantWaitingQueue(pool, policy, k, reads)
         self._rank = rank
-        self._queues: dict[str, WaitingQueue] = {}  # kept when empty: k-LPM counts admissions
-        self._waiting: dict[str, WaitingQueue] = {}  # those that are not empty
+        self._queues: dict[str, TenantWaitingQueue] = {}  # kept when empty: k-LPM counts admissions
+        self._waiting: dict[str, TenantWaitingQueue] = {}  # those that are not empty
         self._skipped: set[str] = set()  # until the end of this step
         pool.planners.append(self)
 
@@ -44,7 +44,7 @@ class TenantQueues(BlockListener):
         """The tenants of waiting sequences."""
         return list(self._waiting)
 
-    def queue_of(self, tenant: str) -> WaitingQueue:
+    def queue_of(self, tenant: str) -> TenantWaitingQueue:
         """Return the queue of a tenant that has waiting sequences."""
         return self._waiting[tenant]
 
@@ -63,9 +63,9 @@ class TenantQueues(BlockListener):
         self._queue(seq).remove(seq)
         self._drop_if_empty(seq)
 
-    def on_admitted(self, seq: Sequence) -> None:
+    def remove_admitted(self, seq: Sequence) -> None:
         """Remove an admitted sequence, and count the admission for k-LPM."""
-        self._queue(seq).on_admitted(seq)
+        self._queue(seq).remove_admitted(seq)
         self._drop_if_empty(seq)
 
     def next_group(self) -> PrefixGroup | None:
@@ -81,9 +81,9 @@ class TenantQueues(BlockListener):
         """Skip a tenant until `reset_skipped`."""
         self._skipped.add(tenant)
 
-    def skip_group(self, group: PrefixGroup, num_hit_tokens: int) -> None:
+    def skip_prefix_group(self, group: PrefixGroup, num_hit_tokens: int) -> None:
         """Skip a group until `reset_skipped`."""
-        self._queue(group.members[0]).skip_group(group, num_hit_tokens)
+        self._queue(group.members[0]).skip_prefix_group(group, num_hit_tokens)
 
     def reset_skipped(self) -> None:
         """Make skipped tenants and groups eligible again."""
@@ -91,25 +91,25 @@ class TenantQueues(BlockListener):
         for queue in self._waiting.values():
             queue.reset_skipped()
 
-    def refresh_groups(self) -> None:
+    def regroup_after_publish(self) -> None:
         """Move the groups whose first missing block has been published; called before each step is planned."""
         for queue in self._waiting.values():
-            queue.refresh_groups()
+            queue.regroup_after_publish()
 
     def regroup_sequence(self, seq: Sequence, depth: int) -> None:
         """Move a sequence whose match is only `depth` blocks long to its right group."""
         self._queue(seq).regroup_sequence(seq, depth)
 
-    def num_published_blocks(self, seq: Sequence) -> int:
+    def max_published_blocks(self, seq: Sequence) -> int:
         """Return its number of published leading blocks as recorded; at least the actual number."""
-        return self._queue(seq).num_published_blocks(seq)
+        return self._queue(seq).max_published_blocks(seq)
 
     def on_block_published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
         """Record a published block, for `refresh`."""
         for queue in self._waiting.values():
             queue.on_block_published(block_hash)
 
-    def _queue(self, seq: Sequence) -> WaitingQueue:
+    def _queue(self, seq: Sequence) -> TenantWaitingQueue:
         return self._queues[seq.request.tenant]
 
     def _drop_if_empty(self, seq: Sequence) -> None:

@@ -24,7 +24,7 @@ PRESENT_SECONDS = 10.0  # a tenant's steps stay short for so long after the last
 PRESENT_STEPS = 4.0  # in decode steps: their bound, so that its next request waits for no long one
 
 
-class StepDemand(NamedTuple):
+class TenantStepDemand(NamedTuple):
     """The possible work of a tenant in a step: its decodes, and the tokens of prompts that run or wait."""
 
     num_decodes: int = 0
@@ -75,7 +75,7 @@ class TenantShares:
             self._owed.pop(tenant, None)
             self._left_at[tenant] = now
 
-    def has_several_tenants(self, now: float) -> bool:
+    def has_several_recent_tenants(self, now: float) -> bool:
         """Return whether several tenants have requests, or had some within PRESENT_SECONDS."""
         self._left_at = {name: at for name, at in self._left_at.items() if now - at < PRESENT_SECONDS}
         return len(self._num_sequences) + len(self._left_at) > 1
@@ -105,9 +105,9 @@ class TenantShares:
 
     def tenant_order_key(self, tenant: str) -> tuple[float, ...]:
         """Return the order of the tenants: those below their share first, then by the tokens computed for them."""
-        return self.reaches_share(tenant), self._served[tenant]
+        return self.reaches_place_or_block_share(tenant), self._served[tenant]
 
-    def reaches_share(self, tenant: str) -> bool:
+    def reaches_place_or_block_share(self, tenant: str) -> bool:
         """Return whether a tenant uses its share of the places or of the blocks, or more."""
         return self._places[tenant] >= self._max_places or self.exceeds_block_share(tenant)
 
@@ -131,7 +131,7 @@ class TenantShares:
 
     # ---------------------------------------------------------------------------------------------------- steps
 
-    def step_shares(self, demands: Mapping[str, StepDemand], num_prompts: int) -> dict[str, RemainingStepShare]:
+    def step_shares(self, demands: Mapping[str, TenantStepDemand], num_prompts: int) -> dict[str, RemainingStepShare]:
         """Return the share of each tenant in a step. `num_prompts`: that run or wait."""
         max_tokens = self._limits.max_batched_tokens
         num_decodes = sum(demand.num_decodes for demand in demands.values())
@@ -165,7 +165,7 @@ class TenantShares:
             self._owed[name] = num * token - left
         return num
 
-    def _seconds_alone(self, demand: StepDemand, row: float) -> float:
+    def _seconds_alone(self, demand: TenantStepDemand, row: float) -> float:
         """Return the duration of a step with the tokens of one tenant; 0 while nothing is known."""
         most = self._times.max_prompt_tokens(demand.num_decodes)
         num_tokens = min(demand.num_prompt_tokens, self._limits.max_batched_tokens if most is None else most)

@@ -66,7 +66,7 @@ class TokenAccounting:
         self.counters.ideal_tokens += max(len(seq.token_ids) - known * self._cache.block_size, 1)
         self._ideal.record_use(block_hashes if self._cache.may_publish(seq) else block_hashes[:known])
 
-    def on_finished(self, seq: Sequence) -> None:
+    def add_to_perfect_cache(self, seq: Sequence) -> None:
         """Add its output to the perfect cache."""
         if self._cache.may_publish(seq):
             self._ideal.record_use(seq.block_hashes)
@@ -105,7 +105,7 @@ class TokenAccounting:
             counters.prefill_tokens += min(start + n, known) - start
             counters.replayed_tokens += max(min(start + n, seq.num_covered_tokens) - start, 0)
 
-    def on_recompute(self, seq: Sequence) -> None:
+    def on_corruption_recompute(self, seq: Sequence) -> None:
         """Note that a sequence is computed again from its first token, in its second run."""
         self.counters.num_recomputes += 1
         self.forget_reuse(seq)
@@ -147,9 +147,9 @@ class TokenAccounting:
         pool, block_hashes, index = self._cache.pool, seq.block_hashes, start
         if not self._cache.may_read_cache(seq) or start >= len(block_hashes):
             return
-        first = pool.find_eviction(block_hashes[start])
+        first = pool.find_eviction_record(block_hashes[start])
         seq.evicted_by = first.tenant if first is not None and first.by else None
-        while index < len(block_hashes) and pool.find_eviction(block_hashes[index]) is not None:
+        while index < len(block_hashes) and pool.find_eviction_record(block_hashes[index]) is not None:
             index += 1
         seq.num_evicted_tokens = (index - start) * self._cache.block_size
 
@@ -167,6 +167,6 @@ class TokenAccounting:
 
     def _late(self, seq: Sequence, start: int, end: int) -> None:
         """Record its tokens `[start, end)` as cached only after its first turn."""
-        loaded = self._transfers.num_loaded_tokens(seq, start, end)
+        loaded = self._transfers.num_loaded_tokens_in_range(seq, start, end)
         seq.num_store_tokens += loaded
         seq.num_followed_tokens += max(end - start, 0) - loaded

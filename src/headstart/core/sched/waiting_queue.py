@@ -94,7 +94,7 @@ Entry = tuple[tuple[float, ...], PrefixGroup]
 _RECOMPUTE = BlockHash(b"//recompute")  # not a block hash (a digest); keys of single sequences begin with one /
 
 
-class WaitingQueue:
+class TenantWaitingQueue:
     """The waiting sequences of one tenant in the order of a policy.
 
     `lpm` is k-LPM: of every `k` admissions the first is the oldest waiting sequence, the other k - 1 are those with the
@@ -140,7 +140,7 @@ class WaitingQueue:
         elif first:
             self._enqueue(group)
 
-    def on_admitted(self, seq: Sequence) -> None:
+    def remove_admitted(self, seq: Sequence) -> None:
         """Remove an admitted sequence, and count the admission for k-LPM."""
         self.remove(seq)
         self._num_admissions += not seq.admitted
@@ -156,7 +156,7 @@ class WaitingQueue:
             heappop(heap)
         return None
 
-    def skip_group(self, group: PrefixGroup, num_hit_tokens: int) -> None:
+    def skip_prefix_group(self, group: PrefixGroup, num_hit_tokens: int) -> None:
         """Skip the group until `reset_skipped`; this is no admission and costs no other sequence its turn.
 
         `num_hit_tokens`, which its members find now, is stored with them: what they reuse beyond it counts as followed.
@@ -176,7 +176,7 @@ class WaitingQueue:
             if self._groups.get(group.missing) is group:
                 self._enqueue(group)
 
-    def refresh_groups(self) -> None:
+    def regroup_after_publish(self) -> None:
         """Move the groups whose first missing block has been published; called before each step is planned."""
         block_hashes, self._published = self._published, []
         for block_hash in block_hashes:
@@ -191,11 +191,11 @@ class WaitingQueue:
         self.remove(seq)
         self._insert(seq, depth)
 
-    def num_published_blocks(self, seq: Sequence) -> int:
+    def max_published_blocks(self, seq: Sequence) -> int:
         """Return its number of published leading blocks as recorded; at least the actual number."""
         return self._of[seq.request_id].depth
 
-    def num_queued_tokens(self, block_size: int, most: int) -> int:
+    def num_tokens_to_compute(self, block_size: int, most: int) -> int:
         """Return the tokens to compute for its sequences, at most `most`: no more are counted."""
         total = 0
         for group in self._groups.values():

@@ -109,7 +109,7 @@ class AcceptanceEstimate:
         self._memory = memory
         self._skipped, self._pause = 0, LEAST_PAUSE
 
-    def accepted_shares_by_class(self) -> list[float]:
+    def accepted_shares_by_token_class(self) -> list[float]:
         """Return the accepted share of each class of tokens."""
         return [accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True)]
 

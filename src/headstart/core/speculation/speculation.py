@@ -135,7 +135,7 @@ class Speculator:
     def _first_acceptance(self, seq: Sequence) -> AcceptanceEstimate:
         """Return what is expected of a new sequence: the acceptance of its domain, unless it may not read from it."""
         return (
-            AcceptanceEstimate(self._domain(seq).accepted_shares_by_class())
+            AcceptanceEstimate(self._domain(seq).accepted_shares_by_token_class())
             if self._cache.may_read_cache(seq)
             else AcceptanceEstimate()
         )

@@ -48,7 +48,7 @@ class Discovery(Protocol):
         """Return a short description for the banner: "2 replicas", "file:replicas.txt"."""
         ...
 
-    async def watch(self, changed: Changed) -> None:
+    async def report_changes(self, changed: Changed) -> None:
         """Call `changed` with all replicas, at once and after every change, until cancelled.
 
         Errors on the way (an unreadable file, a name that does not resolve) are logged on stderr, and the last known
@@ -67,7 +67,7 @@ class StaticDiscovery:
         count = len(self._addresses)
         return f"{count} replica{'' if count == 1 else 's'}"
 
-    async def watch(self, changed: Changed) -> None:
+    async def report_changes(self, changed: Changed) -> None:
         changed(self._addresses)
         await asyncio.Event().wait()
 
@@ -90,7 +90,7 @@ def replicas_at_endpoints(endpoints: Iterable[tuple[str, int]], *, allow_loopbac
     return DiscoveredReplicas(tuple(sorted(found, key=lambda address: address.url)), tuple(sorted(refused)))
 
 
-class ReplicaListing:
+class ReplicaListNotifier:
     """The list of replicas passed on so far, and the log of its changes and of failures to read it."""
 
     def __init__(self, source: str, changed: Changed, log: ServerLog, *, items: str = "replicas") -> None:
@@ -113,7 +113,7 @@ class ReplicaListing:
         """Whether no replica is known."""
         return not self._known
 
-    def update(self, listed: DiscoveredReplicas) -> None:
+    def publish_if_changed(self, listed: DiscoveredReplicas) -> None:
         """Pass a list on if it differs from the last; of too many replicas those already known are kept."""
         found, refused = listed
         num_refused = len(refused)
@@ -178,9 +178,9 @@ class DnsDiscovery:
     def describe(self) -> str:
         return f"dns:{self._name}:{self._port}"
 
-    async def watch(self, changed: Changed) -> None:
+    async def report_changes(self, changed: Changed) -> None:
         """As Discovery.watch. A name that does not resolve at first has no replicas until it does."""
-        listing = ReplicaListing(self.describe(), changed, self._log, items="addresses")
+        listing = ReplicaListNotifier(self.describe(), changed, self._log, items="addresses")
         while True:
             try:
                 answer = await self._resolve(self._name, self._port)
@@ -189,12 +189,12 @@ class DnsDiscovery:
             except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
                 listing.log_failure("name", f"{self.describe()} does not resolve ({error})")
                 if not listing.is_known:
-                    listing.update(DiscoveredReplicas())
+                    listing.publish_if_changed(DiscoveredReplicas())
             else:
                 listing.log_failure("name", "")
                 hosts = {str(entry[4][0]) for entry in answer}
                 endpoints = [(f"[{host}]" if ":" in host else host, self._port) for host in hosts]
-                listing.update(replicas_at_endpoints(endpoints, allow_loopback=self._allow_loopback))
+                listing.publish_if_changed(replicas_at_endpoints(endpoints, allow_loopback=self._allow_loopback))
             await asyncio.sleep(self._ask_seconds)
 
 
@@ -213,11 +213,11 @@ class FileDiscovery:
     def describe(self) -> str:
         return f"file:{self._path}"
 
-    async def watch(self, changed: Changed) -> None:
+    async def report_changes(self, changed: Changed) -> None:
         """As Discovery.watch. Raises ConfigError for a file that cannot be read at first."""
         read = await asyncio.to_thread(_look, self._path)
-        listing = ReplicaListing(self.describe(), changed, self._log)
-        listing.update(DiscoveredReplicas(await asyncio.to_thread(read_replica_file, self._path)))
+        listing = ReplicaListNotifier(self.describe(), changed, self._log)
+        listing.publish_if_changed(DiscoveredReplicas(await asyncio.to_thread(read_replica_file, self._path)))
         before = read
         while True:
             await asyncio.sleep(self._poll_seconds)
@@ -234,7 +234,7 @@ class FileDiscovery:
                 listing.log_failure("file", str(error))
                 continue
             listing.log_failure("file", "")
-            listing.update(DiscoveredReplicas(found))
+            listing.publish_if_changed(DiscoveredReplicas(found))
 
 
 def read_replica_file(path: Path, *, may_be_empty: bool = True) -> tuple[ReplicaAddress, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from headstart.gateway.discovery.discovery import Changed, DiscoveredReplicas, ReplicaListing
+from headstart.gateway.discovery.discovery import Changed, DiscoveredReplicas, ReplicaListNotifier
 from headstart.gateway.discovery.kubernetes_api import (
     FIRST_BACKOFF,
     WATCH_SECONDS,
@@ -63,14 +63,14 @@ class KubernetesDiscovery:
     def describe(self) -> str:
         return str(self._target)
 
-    async def watch(self, changed: Changed) -> None:
+    async def report_changes(self, changed: Changed) -> None:
         """As Discovery.watch; the first call follows the first complete answer of the API server.
 
         Raises ConfigError if there is no cluster, or kubernetes_asyncio is not installed.
         """
         api = await connect_to_cluster(self._kubeconfig)
         try:
-            listing = ReplicaListing(self.describe(), changed, self._log, items="endpoints")
+            listing = ReplicaListNotifier(self.describe(), changed, self._log, items="endpoints")
             if self._target.kind == "service":
                 await self._watch_service(api, listing)
             else:
@@ -78,7 +78,7 @@ class KubernetesDiscovery:
         finally:
             await api.close()
 
-    async def _watch_service(self, api: KubernetesApi, listing: ReplicaListing) -> None:
+    async def _watch_service(self, api: KubernetesApi, listing: ReplicaListNotifier) -> None:
         def listed(slices: Mapping[str, EndpointSlice]) -> None:
             found = replicas_of_slices(slices.values(), self._target.port, allow_loopback=self._allow_loopback)
             ports = port_names(slices.values())
@@ -86,12 +86,12 @@ class KubernetesDiscovery:
                 listing.log_complaint(
                     f"has endpoints with the ports {', '.join(ports)}; name one of them after a colon"
                 )
-            listing.update(found)
+            listing.publish_if_changed(found)
 
         selector = {"labelSelector": f"kubernetes.io/service-name={self._target.name}"}
         await self._reflector(api, listing, EndpointSlice, SLICES, selector, listed).run()
 
-    async def _watch_pool(self, api: KubernetesApi, listing: ReplicaListing) -> None:
+    async def _watch_pool(self, api: KubernetesApi, listing: ReplicaListNotifier) -> None:
         """Watch the pool, and the pods of its selector. Pods of a new selector replace those of the old one at once."""
         pool: InferencePool | None = None
         selected: tuple[bool, str] | None = None  # whether the pool exists, its selector; None: not read yet
@@ -100,9 +100,9 @@ class KubernetesDiscovery:
 
         def update() -> None:
             if pool is None:
-                listing.update(DiscoveredReplicas())
+                listing.publish_if_changed(DiscoveredReplicas())
             else:
-                listing.update(replicas_of_pool(pool, pods.values(), allow_loopback=self._allow_loopback))
+                listing.publish_if_changed(replicas_of_pool(pool, pods.values(), allow_loopback=self._allow_loopback))
 
         def pods_listed(found: Mapping[str, Pod]) -> None:
             nonlocal pods
@@ -112,7 +112,7 @@ class KubernetesDiscovery:
         def pool_listed(pools: Mapping[str, InferencePool]) -> None:
             nonlocal pool, selected, pods, watching
             pool, before = pools.get(self._target.name), selected
-            selector = pool.label_selector if pool else ""
+            selector = pool.label_selector_param if pool else ""
             selected = pool is not None, selector
             if selected == before:
                 if listing.is_known:
@@ -136,7 +136,7 @@ class KubernetesDiscovery:
     def _reflector(
         self,
         api: KubernetesApi,
-        listing: ReplicaListing,
+        listing: ReplicaListNotifier,
         kind: type[T],
         collection: tuple[str, str],
         selector: Mapping[str, str],

@@ -124,7 +124,7 @@ class InferencePool(Struct, frozen=True):
     spec: InferencePoolSpec
 
     @property
-    def label_selector(self) -> str:
+    def label_selector_param(self) -> str:
         """The selector of its pods as a query parameter."""
         return ",".join(f"{key}={value}" for key, value in sorted(self.spec.selector.match_labels.items()))
 

@@ -22,7 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from headstart.gateway.kv_events.kv_event_intake import (
     KVEventApplier,
-    PublisherSuspension,
+    PublisherAbuseTracker,
     Reconfigured,
     UntrustedPublisherError,
 )
@@ -67,7 +67,7 @@ class ReplaySocket:
         self.has_batches = False
         self.socket.send_multipart((b"", start.to_bytes(8, "big")), zmq.NOBLOCK)
 
-    def end(self, in_time: bool) -> tuple[int, int]:
+    def end_replay(self, in_time: bool) -> tuple[int, int]:
         """End a replay that is complete or failed; return the consumer's position at its request."""
         self.is_under_way = False
         if not in_time:
@@ -115,7 +115,7 @@ def set_socket_options(sock: zmq.asyncio.Socket, max_queued: int) -> None:
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MILLISECONDS)
 
 
-async def receive_message(sock: zmq.asyncio.Socket) -> list[bytes] | None:
+async def receive_available_message(sock: zmq.asyncio.Socket) -> list[bytes] | None:
     """Return the next message; None if there is none."""
     try:
         return await sock.recv_multipart(zmq.NOBLOCK)
@@ -139,7 +139,7 @@ class KVEventConsumer:
         self.is_connected = False
         self.is_suspended = False  # its events are ignored for a while
         self.last_heard: float | None = None  # of a batch, live or replayed; seconds, time.monotonic()
-        self._trust = PublisherSuspension()
+        self._trust = PublisherAbuseTracker()
         self._intake = KVEventApplier(index, kind, self._trust, self._say, reconfigured)
         self._feed = EventSequencer(replays=address.replay is not None)
         self._replay: ReplaySocket | None = None
@@ -177,7 +177,7 @@ class KVEventConsumer:
         return self._feed.next_batch_number
 
     @property
-    def is_applying(self) -> bool:
+    def has_batch_in_progress(self) -> bool:
         """Whether batches before `position` are still being applied, with other tasks in between."""
         return self._intake.is_applying
 
@@ -189,7 +189,7 @@ class KVEventConsumer:
     @property
     def lacks_usable_events(self) -> bool:
         """Whether requests to the replica end and no usable event about them arrives."""
-        return self.index.lacks_usable_events
+        return self.index.relies_on_unusable_events
 
     async def run(self) -> None:
         """Listen until cancelled. If there is no publisher, or no longer, try again indefinitely."""
@@ -218,7 +218,7 @@ class KVEventConsumer:
         except Exception as error:  # an internal error must not end the consumer: the index would never change again
             pause = self._trust.suspend_publisher(time.monotonic())
             self._own["failures"] += 1
-            ServerLog().failure("kv_event_listener_failed", error, self.address.url)
+            ServerLog().log_exception("kv_event_listener_failed", error, self.address.url)
         self.is_suspended = True
         self._own["suspensions"] += 1
         return pause
@@ -262,7 +262,7 @@ class KVEventConsumer:
 
     async def _connections(self, monitor: zmq.asyncio.Socket) -> None:
         """Track connections. Behind a new connection there may be a new publisher, and batches were missed."""
-        while (frames := await receive_message(monitor)) is not None:
+        while (frames := await receive_available_message(monitor)) is not None:
             if parse_monitor_message(frames)["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.is_connected = False
                 continue
@@ -276,7 +276,7 @@ class KVEventConsumer:
 
     async def _receive_live(self, sub: zmq.asyncio.Socket) -> None:
         for _ in range(MAX_ROUND):
-            frames = await receive_message(sub)
+            frames = await receive_available_message(sub)
             if frames is None:
                 return
             self._own["heard"] += 1
@@ -285,7 +285,7 @@ class KVEventConsumer:
 
     async def _receive_replay(self, replay: ReplaySocket) -> None:
         for _ in range(MAX_ROUND):
-            frames = await receive_message(replay.socket)
+            frames = await receive_available_message(replay.socket)
             if frames is None:
                 return
             replay.heard_at = time.monotonic()
@@ -338,7 +338,7 @@ class KVEventConsumer:
 
         If it brought some, request another one: publishers cut long replays.
         """
-        restarts, position = replay.end(in_time)
+        restarts, position = replay.end_replay(in_time)
         if in_time and position and not replay.has_batches and replay.keeps_batches:
             await self._take(
                 self._feed.reset_for_new_publisher()

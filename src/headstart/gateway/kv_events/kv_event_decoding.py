@@ -133,7 +133,7 @@ read_raws = _decoder(list[Raw])
 read_tokens = msgspec.msgpack.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]).decode
 
 
-def raw_event_array(payload: bytes) -> Raw:
+def raw_events_of_batch(payload: bytes) -> Raw:
     """Return the array of events of a batch."""
     return (_array_batch if is_msgpack_array(payload) else _map_batch)(payload).events
 
@@ -247,12 +247,12 @@ class KVEventDecoder:
 
     def decode(self, payload: bytes) -> Iterator[Event]:
         """Return the events of one batch."""
-        return chain.from_iterable(map(self.decode_event, self.split(payload)))
+        return chain.from_iterable(map(self.decode_event, self.split_batch(payload)))
 
-    def split(self, payload: bytes) -> list[Raw]:
+    def split_batch(self, payload: bytes) -> list[Raw]:
         """Return the raw events of one batch; none of a batch that cannot be read, which is counted."""
         try:
-            events = raw_event_array(payload)
+            events = raw_events_of_batch(payload)
             count = msgpack_array_length(events)
             if count > max(FEW_EVENTS, len(events) // MIN_EVENT_BYTES):
                 raise ValueError(f"{count} events in {len(events)} bytes")

@@ -4,7 +4,7 @@ After SLICE_SECONDS of work other tasks of the event loop run; `match` then sees
 the engine's cache was in. A batch or a removal that cannot be read clears the index, as a gap without replay does: a
 replay would bring the same bytes.
 
-PublisherSuspension: when a publisher of KV events is suspended, and for how long.
+PublisherAbuseTracker: when a publisher of KV events is suspended, and for how long.
 
 A strike is a batch that cannot be read, a removal that cannot be read, or an index that exceeded its capacity. Several
 strikes in a short time, or more bytes than any engine publishes, suspend the publisher; a suspension soon after another
@@ -35,7 +35,7 @@ class UntrustedPublisherError(Exception):
     """The publisher is suspended."""
 
 
-class PublisherSuspension:
+class PublisherAbuseTracker:
     """The strikes and bytes of one publisher."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class KVEventApplier:
         self,
         index: KVEventIndex,
         kind: str,
-        trust: PublisherSuspension,
+        trust: PublisherAbuseTracker,
         say: Callable[[str], None],
         reconfigured: Reconfigured | None = None,
     ) -> None:
@@ -141,7 +141,7 @@ class KVEventApplier:
         swaps = self._num_swaps
         for payload in batches:
             self._num_batches += 1
-            raws = self._decoder.split(payload)
+            raws = self._decoder.split_batch(payload)
             self._look_for_faults()
             for raw in raws:
                 for event in self._decoder.decode_event(raw):

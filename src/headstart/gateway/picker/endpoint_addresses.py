@@ -1,4 +1,4 @@
-"""EndpointAddresses: the addresses, IP:port, by which Envoy knows the replicas of a router."""
+"""ReplicaIpAddresses: the addresses, IP:port, by which Envoy knows the replicas of a router."""
 
 import asyncio
 import socket
@@ -11,7 +11,7 @@ REFRESH_SECONDS = 10.0  # names of hosts are resolved again
 _PORTS = {"http": 80, "https": 443}
 
 
-class EndpointAddresses:
+class ReplicaIpAddresses:
     """Replicas by URL and by address. `on_change` is called with all addresses when one of them changes."""
 
     def __init__(self, on_change: Callable[[Sequence[str]], None] | None = None) -> None:

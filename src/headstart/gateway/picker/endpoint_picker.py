@@ -16,7 +16,7 @@ from headstart.apis.api import EVENTS, LINES
 from headstart.apis.api_table import api_of_path
 from headstart.core.errors import NoReplicaError
 from headstart.gateway.gateway_state import GatewayState
-from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
+from headstart.gateway.picker.endpoint_addresses import ReplicaIpAddresses
 from headstart.gateway.picker.ext_proc_messages import CHUNK_BYTES
 from headstart.gateway.picker.ext_proc_stream import EXTENSION, ExtProcStream, ReplicaAnswerHead
 from headstart.gateway.proxy.proxied_call import ProxiedCall
@@ -25,7 +25,7 @@ from headstart.gateway.proxy.replies import JSON_ROUTES, no_answer_error, no_rep
 from headstart.gateway.proxy.sse_reader import ReportedUsage, make_stream_reader
 from headstart.gateway.proxy.upstream import (
     AttemptError,
-    AttemptFailure,
+    AttemptFailureReason,
     InvalidReplicaResponseError,
     request_header_changes,
     returned_response_headers,
@@ -44,7 +44,7 @@ _OF_PROXY = frozenset((502, 503, 504))
 class EndpointPicker:
     """Chooses the replicas of one router for the requests of Envoy. `max_attempts`: the longest list of replicas."""
 
-    def __init__(self, state: GatewayState, addresses: EndpointAddresses) -> None:
+    def __init__(self, state: GatewayState, addresses: ReplicaIpAddresses) -> None:
         self._state = state
         self._addresses = addresses
         self._proxy = state.proxy
@@ -55,7 +55,7 @@ class EndpointPicker:
         proxy, stream = self._proxy, scope["extensions"][EXTENSION]
         proxy.check_queue()
         proxy.budget.num_active += 1
-        proxy.relay.begin_pending(call)
+        proxy.relay.mark_pending(call)
         try:
             await self._forward(call, stream, send)
         except asyncio.CancelledError:
@@ -63,7 +63,7 @@ class EndpointPicker:
             raise
         finally:
             proxy.budget.num_active -= 1
-            proxy.relay.end_pending(call)
+            proxy.relay.mark_no_longer_pending(call)
 
     async def _forward(self, call: ProxiedCall, stream: ExtProcStream, send: Send) -> None:
         if stream.subset is not None:
@@ -73,7 +73,7 @@ class EndpointPicker:
         try:
             timer = self._first_token_timer(call, in_flight) if not call.reading.stream else None
             try:
-                head = await stream.answer_head()
+                head = await stream.read_answer_head()
             finally:
                 if timer is not None:
                     timer.cancel()
@@ -92,7 +92,7 @@ class EndpointPicker:
             try:
                 return self._proxy.choose(call, now), now
             except NoReplicaError as error:
-                if not await self._proxy.wait_for_replica(call):
+                if not await self._proxy.wait_until_replica_is_up(call):
                     raise no_replicas_error(error) from error
                 now = time.monotonic()
 
@@ -100,7 +100,7 @@ class EndpointPicker:
         """Have the request sent to the best replica. Raises HttpError 503."""
         decision, now = await self._chosen(call, time.monotonic())
         if len(call.reading.body) > CHUNK_BYTES:  # others may be chosen for meanwhile
-            in_flight = self._proxy.record(call, decision, now)
+            in_flight = self._proxy.record_sent(call, decision, now)
             try:
                 await self._forwarded(call, decision, stream)
             except BaseException:
@@ -108,7 +108,7 @@ class EndpointPicker:
                 raise
             return in_flight
         await self._forwarded(call, decision, stream)  # first of all: Envoy waits for it
-        return self._proxy.record(call, decision, now)
+        return self._proxy.record_sent(call, decision, now)
 
     async def _forwarded(self, call: ProxiedCall, decision: RoutingDecision, stream: ExtProcStream) -> None:
         names = (decision.endpoint.name, *decision.fallbacks)[: self._state.options.max_attempts]
@@ -142,14 +142,14 @@ class EndpointPicker:
         if url is None or url == in_flight.endpoint.name:
             return in_flight
         now = time.monotonic()
-        call.record_failed_attempt(AttemptFailure.LOST)
-        self._proxy.relay.record_failed_attempt(in_flight, AttemptFailure.LOST)
+        call.record_failed_attempt(AttemptFailureReason.LOST)
+        self._proxy.relay.record_failed_attempt(in_flight, AttemptFailureReason.LOST)
         if url not in names:
             return in_flight  # Envoy's own choice
         for name in names[1 : names.index(url)]:
             endpoint = self._router.endpoints.get(name)
             call.num_attempts += 1
-            call.failures.append(AttemptFailure.LOST)
+            call.failures.append(AttemptFailureReason.LOST)
             if endpoint is not None:
                 endpoint.health.record_failed(now, sent_at=in_flight.sent_at)
         call.num_attempts += 1
@@ -166,11 +166,11 @@ class EndpointPicker:
         kind = _content_type(head)
         is_json, is_of_api = kind == b"application/json", kind in _OF_API or call.path not in JSON_ROUTES
         if not (200 <= head.status < 300 or 400 <= head.status < 600) or head.status == 407:
-            raise self._refused(call, in_flight, AttemptFailure.GARBLED)
+            raise self._refused(call, in_flight, AttemptFailureReason.GARBLED)
         if head.status in _OF_PROXY and not is_json:
-            raise self._refused(call, in_flight, AttemptFailure.LOST)  # Envoy's own answer: no replica gave one
+            raise self._refused(call, in_flight, AttemptFailureReason.LOST)  # Envoy's own answer: no replica gave one
         if head.status < 300 and not is_of_api:
-            raise self._refused(call, in_flight, AttemptFailure.GARBLED)
+            raise self._refused(call, in_flight, AttemptFailureReason.GARBLED)
         report = None
         if head.status >= 300:
             self._failed(in_flight, head.status)
@@ -209,7 +209,7 @@ class EndpointPicker:
             if events is None or not piece:
                 return
             try:
-                events.filter_piece(piece)
+                events.take_relayable_bytes(piece)
             except InvalidReplicaResponseError:  # Envoy passes it on all the same
                 events = None
                 return
@@ -220,7 +220,7 @@ class EndpointPicker:
                 self._router.record_first_token(in_flight, now)
                 self._first_token(call, now)
             else:
-                self._router.record_token(in_flight, now)
+                self._router.record_later_token(in_flight, now)
 
         is_whole = head.is_whole
         try:
@@ -262,15 +262,15 @@ class EndpointPicker:
 
     def _first_token(self, call: ProxiedCall, now: float) -> None:
         call.first_token_at = call.first_token_at or now
-        self._proxy.relay.end_pending(call)
+        self._proxy.relay.mark_no_longer_pending(call)
 
     def _failed(self, in_flight: RoutedInFlight, status: int) -> None:
         if status == 429:
-            self._proxy.relay.record_failed_attempt(in_flight, AttemptFailure.BUSY)
+            self._proxy.relay.record_failed_attempt(in_flight, AttemptFailureReason.BUSY)
         else:
             self._router.record_failed(in_flight, time.monotonic(), blame=status >= 500)
 
-    def _refused(self, call: ProxiedCall, in_flight: RoutedInFlight, failure: AttemptFailure) -> HttpError:
+    def _refused(self, call: ProxiedCall, in_flight: RoutedInFlight, failure: AttemptFailureReason) -> HttpError:
         call.record_failed_attempt(failure)
         self._proxy.relay.record_failed_attempt(in_flight, failure)
         return no_answer_error(AttemptError(failure, "no answer"), max(call.num_attempts, 1))

@@ -6,7 +6,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from headstart.gateway.picker import ext_proc_pb2 as pb
-from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStatus
+from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStatusCode
 from headstart.http.spooled_body import SpooledBody
 
 CHUNK_BYTES = 62_000  # of a body that is sent back, per message; Envoy's limit is 64 kB
@@ -29,13 +29,13 @@ _MAX_FIELDS = 64
 def decode_request(message: bytes) -> pb.ProcessingRequest:
     """Return a message. Raises GrpcError for one that cannot be decoded, or has parts that take a multiple of it."""
     if len(message) > MAX_HEAD_BYTES and _num_head_bytes(message) > MAX_HEAD_BYTES:
-        raise GrpcError(GrpcStatus.RESOURCE_EXHAUSTED, "a message that is too long")
+        raise GrpcError(GrpcStatusCode.RESOURCE_EXHAUSTED, "a message that is too long")
     try:
         found = pb.ProcessingRequest.FromString(message)
     except DecodeError:
-        raise GrpcError(GrpcStatus.INVALID_ARGUMENT, "a message that cannot be decoded") from None
+        raise GrpcError(GrpcStatusCode.INVALID_ARGUMENT, "a message that cannot be decoded") from None
     if len(found.request_headers.headers.headers) + len(found.response_headers.headers.headers) > MAX_HEADERS:
-        raise GrpcError(GrpcStatus.RESOURCE_EXHAUSTED, "too many headers")
+        raise GrpcError(GrpcStatusCode.RESOURCE_EXHAUSTED, "too many headers")
     return found
 
 
@@ -90,7 +90,7 @@ def decode_headers(headers: pb.HeaderMap) -> Headers:
     ]
 
 
-def encode_headers(headers: Mapping[str, str]) -> Headers:
+def headers_as_bytes(headers: Mapping[str, str]) -> Headers:
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
 
@@ -140,7 +140,7 @@ def endpoint_subset(metadata: pb.Metadata) -> frozenset[str] | None:
     return frozenset(text.strip() for text in texts if isinstance(text, str) and text.strip())
 
 
-def call_id_of_answer(message: pb.ProcessingRequest) -> str:
+def call_id_from_metadata(message: pb.ProcessingRequest) -> str:
     """Return the id of the request that an answer is for; empty: it has none."""
     return metadata_text(message.metadata_context, LB, CALL)
 

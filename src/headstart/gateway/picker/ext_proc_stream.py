@@ -31,9 +31,9 @@ from headstart.gateway.picker.ext_proc_messages import (
     client_address,
     decode_headers,
     decode_request,
-    encode_headers,
     endpoint_subset,
     header_mutation,
+    headers_as_bytes,
     metadata_text,
     replaced_body_response,
     split_body,
@@ -193,7 +193,7 @@ class ExtProcStream:
         picked = ",".join(endpoints)
         named = [] if self._is_own else [(DESTINATION.encode(), picked.encode())]  # our own Envoy reads the metadata
         dropped = [DESTINATION, *removed] if self._is_own else removed
-        mutation = header_mutation([*named, *encode_headers(headers)], dropped)
+        mutation = header_mutation([*named, *headers_as_bytes(headers)], dropped)
         common = pb.CommonResponse(header_mutation=mutation, clear_route_cache=True)
         response = pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common))
         metadata: dict[str, Any] = {DESTINATION: picked}
@@ -233,7 +233,7 @@ class ExtProcStream:
             ready.append(pb.ProcessingResponse(request_trailers=pb.TrailersResponse()))
         await self._peer.write(*ready)
 
-    async def answer_head(self) -> ReplicaAnswerHead | None:
+    async def read_answer_head(self) -> ReplicaAnswerHead | None:
         """Return the head of the answer; None: the request ended without one."""
         while (message := await self._next()) is not None:
             if message.WhichOneof("request") != "response_headers":

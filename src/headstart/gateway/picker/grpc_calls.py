@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
-from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStatus, GrpcStream
+from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStatusCode, GrpcStream
 from headstart.http.protocol.connections import ConnectionTable
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class GrpcConnectionTable:
         self.table.remove(connection)
         self._open.discard(connection)
 
-    def add_call(self, connection: "GrpcConnection") -> bool:
+    def admit_call(self, connection: "GrpcConnection") -> bool:
         """Count a new call; return whether there is room for it."""
         if self.num_calls >= self.max_calls:
             return False
@@ -77,7 +77,7 @@ class GrpcConnectionTable:
         if is_last:
             self.table.set_idle(connection)
 
-    def queue(self, connection: "GrpcConnection") -> None:
+    def schedule_frame_handling(self, connection: "GrpcConnection") -> None:
         """Have a connection handle its frames: in this turn of the event loop, if it has not done too much already."""
         self._queue.append(connection)
         self._handle()
@@ -97,7 +97,7 @@ class GrpcConnectionTable:
         if self._queue:
             self._handle()
 
-    def count_held_bytes(self, num_bytes: int) -> None:
+    def count_bytes_shedding_calls(self, num_bytes: int) -> None:
         """Count bytes of messages; negative ones are freed. Beyond the limit the largest calls end.
 
         An eighth is freed at once, so that few of many small messages have to look for the largest.
@@ -109,7 +109,7 @@ class GrpcConnectionTable:
         for call in calls:
             if self.held_bytes <= self._max_held_bytes // 8 * 7 or not call.held_bytes:
                 return
-            call.fail(GrpcStatus.RESOURCE_EXHAUSTED, "too many bytes unread")
+            call.fail(GrpcStatusCode.RESOURCE_EXHAUSTED, "too many bytes unread")
 
     def close(self) -> None:
         """Close all connections."""
@@ -117,7 +117,7 @@ class GrpcConnectionTable:
             connection.close()
 
 
-class FrameBudget:
+class ConnectionFrameBudget:
     """The frames that one connection may send beside those that calls need; not a limit on calls and their bytes."""
 
     __slots__ = ("_at", "_left")
@@ -128,10 +128,10 @@ class FrameBudget:
 
     def refill(self, now: float) -> None:
         """Add what the time since the last call allows."""
-        self.add_frames((now - self._at) * REFILL)
+        self.grant_frames((now - self._at) * REFILL)
         self._at = now
 
-    def add_frames(self, count: float) -> None:
+    def grant_frames(self, count: float) -> None:
         """Allow more frames, up to a burst of them."""
         self._left = min(self._left + count, BURST)
 
@@ -141,7 +141,7 @@ class FrameBudget:
         return self._left >= 0
 
 
-class GrpcCallTable:
+class GrpcConnectionCalls:
     """The calls of `connection`. `open`: those that neither side has ended, by stream id."""
 
     def __init__(
@@ -160,46 +160,46 @@ class GrpcCallTable:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.get_running_loop()
 
-    def add(self, stream_id: int, path: str, *, is_over: bool) -> bool:
+    def try_add(self, stream_id: int, path: str, *, is_over: bool) -> bool:
         """Add a call, which begins with its first message; return whether there is room for it."""
-        if len(self._waiting) >= MAX_WAITING or not self._callers.add_call(self._connection):
+        if len(self._waiting) >= MAX_WAITING or not self._callers.admit_call(self._connection):
             return False
         stream = self.open[stream_id] = GrpcStream(self._connection, stream_id)
         self._waiting[stream_id] = (path, self._loop.time() + WAITING_SECONDS)
         if is_over:
             stream.on_client_end()
         if is_over or path not in self._handlers:
-            self.begin(stream_id)
+            self.begin_waiting_call(stream_id)
         return True
 
-    def begin(self, stream_id: int) -> bool:
+    def begin_waiting_call(self, stream_id: int) -> bool:
         """Begin a call that waits; return whether it was accepted. Most answers of replicas end theirs at once."""
         if stream_id not in self._waiting:
             return False
         stream, handler = self.open[stream_id], self._handlers.get(self._waiting.pop(stream_id)[0])
         try:
             if handler is None:
-                raise GrpcError(GrpcStatus.UNIMPLEMENTED, "there is no such method")
+                raise GrpcError(GrpcStatusCode.UNIMPLEMENTED, "there is no such method")
             rest = handler(stream)
         except GrpcError as error:
             self._close(stream_id, error.status, str(error))
             return False
         if rest is None:
-            self._close(stream_id, GrpcStatus.OK, "")
+            self._close(stream_id, GrpcStatusCode.OK, "")
             return True
         task = self._tasks[stream_id] = asyncio.create_task(self._run(stream_id, rest))
         task.add_done_callback(lambda _: self._ended(stream_id, stream))  # it may be cancelled before it begins
         return True
 
-    def end(self, stream_id: int, status: GrpcStatus, message: str) -> None:
+    def end(self, stream_id: int, status: GrpcStatusCode, message: str) -> None:
         """End a call that may be running: it is cancelled."""
         self._close(stream_id, status, message)
         self._cancel(stream_id)
 
-    def end_overdue_calls(self, now: float) -> None:
+    def end_calls_without_message(self, now: float) -> None:
         """End the calls whose first message did not come in time."""
         for stream_id in [stream_id for stream_id, (_, deadline) in self._waiting.items() if deadline <= now]:
-            self.end(stream_id, GrpcStatus.DEADLINE_EXCEEDED, "no message came")
+            self.end(stream_id, GrpcStatusCode.DEADLINE_EXCEEDED, "no message came")
 
     def on_stream_reset(self, stream_id: int) -> None:
         """End a call that the client gives up."""
@@ -217,21 +217,21 @@ class GrpcCallTable:
             task.cancel()
 
     async def _run(self, stream_id: int, rest: Coroutine[Any, Any, None]) -> None:
-        status, message = GrpcStatus.OK, ""
+        status, message = GrpcStatusCode.OK, ""
         try:
             await rest
         except GrpcError as error:
             status, message = error.status, str(error)
         except Exception as error:
             self._failed(error)
-            status = GrpcStatus.INTERNAL
+            status = GrpcStatusCode.INTERNAL
         self._close(stream_id, status, message)
 
     def _ended(self, stream_id: int, stream: GrpcStream) -> None:
         self._tasks.pop(stream_id, None)
-        stream.release()
+        stream.release_held_bytes()
 
-    def _close(self, stream_id: int, status: GrpcStatus, message: str) -> None:
+    def _close(self, stream_id: int, status: GrpcStatusCode, message: str) -> None:
         """Send the end of a call, unless the client has reset it."""
         stream = self._drop(stream_id)
         if stream is not None:
@@ -244,7 +244,7 @@ class GrpcCallTable:
         if stream is not None:
             self._callers.remove_call(self._connection, is_last=not self.open)
             if not stream.ends_gently:
-                stream.release()
+                stream.release_held_bytes()
         return stream
 
     def _cancel(self, stream_id: int) -> None:

@@ -21,12 +21,12 @@ from headstart.gateway.picker.grpc_calls import (
     PER_MESSAGE,
     PER_SENT,
     WAITING_SECONDS,
-    FrameBudget,
-    GrpcCallTable,
+    ConnectionFrameBudget,
+    GrpcConnectionCalls,
     GrpcConnectionTable,
     Handler,
 )
-from headstart.gateway.picker.grpc_stream import STREAM_WINDOW, GrpcError, GrpcStatus, GrpcStream
+from headstart.gateway.picker.grpc_stream import STREAM_WINDOW, GrpcError, GrpcStatusCode, GrpcStream
 from headstart.gateway.picker.http2_frames import FrameHeader, Http2Error
 from headstart.http.sse import WRITE_SECONDS
 
@@ -47,14 +47,14 @@ class GrpcConnection(asyncio.Protocol):
         self, handlers: Mapping[str, Handler], callers: GrpcConnectionTable, failed: Callable[[Exception], None]
     ) -> None:
         self._callers = callers
-        self._calls = GrpcCallTable(self, handlers, callers, failed)
+        self._calls = GrpcConnectionCalls(self, handlers, callers, failed)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._file = -1
         self._buffer = bytearray()
         self._has_preface = False
         self._is_closing = False
-        self._budget = FrameBudget(self._loop.time())
+        self._budget = ConnectionFrameBudget(self._loop.time())
         self._work = 0  # of this slice
         self._is_queued = False  # frames wait for their turn
         self._sweep: asyncio.TimerHandle | None = None
@@ -111,7 +111,7 @@ class GrpcConnection(asyncio.Protocol):
         self._buffer += data
         if not self._is_queued:
             self._is_queued = True
-            self._callers.queue(self)
+            self._callers.schedule_frame_handling(self)
             self._update_reading()
 
     def handle_some_frames(self) -> tuple[int, bool]:
@@ -146,7 +146,7 @@ class GrpcConnection(asyncio.Protocol):
         if not self._has_preface:
             self._abort(h2.PROTOCOL_ERROR)
             return
-        self._calls.end_overdue_calls(self._loop.time())
+        self._calls.end_calls_without_message(self._loop.time())
         self._sweep = self._loop.call_later(WAITING_SECONDS, self._end_late)
 
     def send(self, data: bytes = b"") -> None:
@@ -170,9 +170,9 @@ class GrpcConnection(asyncio.Protocol):
 
     def count_held_bytes(self, num_bytes: int) -> None:
         """Count bytes of messages that are held; negative ones are freed. The call may end by it."""
-        self._callers.count_held_bytes(num_bytes)
+        self._callers.count_bytes_shedding_calls(num_bytes)
 
-    def end_call(self, stream_id: int, status: GrpcStatus, message: str) -> None:
+    def end_call(self, stream_id: int, status: GrpcStatusCode, message: str) -> None:
         """End a call that may be running: it is cancelled."""
         self._calls.end(stream_id, status, message)
 
@@ -199,7 +199,7 @@ class GrpcConnection(asyncio.Protocol):
                 frames.clear()
                 await self._wait_for_room(stream)
                 continue
-            self._budget.add_frames(PER_SENT)
+            self._budget.grant_frames(PER_SENT)
             frames.append(h2.make_frame(h2.DATA, 0, stream_id, data[start : start + size]))
             start += size
             self._send_window -= size
@@ -213,7 +213,7 @@ class GrpcConnection(asyncio.Protocol):
             async with asyncio.timeout(WRITE_SECONDS):
                 await asyncio.shield(self._room)  # other calls wait for it, too
         except TimeoutError:
-            await stream.abort(GrpcStatus.DEADLINE_EXCEEDED, "the client does not read")
+            await stream.abort(GrpcStatusCode.DEADLINE_EXCEEDED, "the client does not read")
 
     def _has_room(self) -> None:
         if self._room is not None and not self._room.done():
@@ -275,7 +275,7 @@ class GrpcConnection(asyncio.Protocol):
         if head.kind == h2.DATA:
             self._on_data(head, payload)
         elif head.kind == h2.HEADERS:
-            self._on_headers(head, bytearray(h2.strip_padding(head, payload)))
+            self._on_headers(head, bytearray(h2.strip_padding_and_priority(head, payload)))
         elif head.kind == h2.CONTINUATION:
             first, block, count = self._block or (head, bytearray(), 0)
             is_long = len(block) + len(payload) > MAX_HEADER_BYTES or count == MAX_CONTINUATIONS
@@ -299,7 +299,7 @@ class GrpcConnection(asyncio.Protocol):
     def _on_data(self, head: FrameHeader, payload: bytes) -> None:
         if not 0 < head.stream_id <= self._last_id:
             raise Http2Error(h2.PROTOCOL_ERROR, "data of a stream that was never opened")
-        self._budget.add_frames(head.length / EARNING_BYTES)
+        self._budget.grant_frames(head.length / EARNING_BYTES)
         self._uncredited += head.length
         if self._uncredited >= CONNECTION_WINDOW // 4:
             self._replies.append(h2.window_update_frame(0, self._uncredited))
@@ -308,16 +308,16 @@ class GrpcConnection(asyncio.Protocol):
         if stream is None:
             return  # the call has ended here
         try:
-            count = stream.feed_data(h2.strip_padding(head, payload), head.length)
+            count = stream.feed_data(h2.strip_padding_and_priority(head, payload), head.length)
         except GrpcError as error:
             self._calls.end(head.stream_id, error.status, str(error))
             return
         self._work += count
-        self._budget.add_frames(PER_MESSAGE * min(count, 1))
+        self._budget.grant_frames(PER_MESSAGE * min(count, 1))
         if head.flags & h2.END_STREAM:
             stream.on_client_end()
-        if stream.is_ready and self._calls.begin(head.stream_id):
-            self._budget.add_frames(PER_CALL)
+        if stream.is_ready and self._calls.begin_waiting_call(head.stream_id):
+            self._budget.grant_frames(PER_CALL)
 
     def _on_headers(self, head: FrameHeader, block: bytearray, num_continuations: int = 0) -> None:
         if not head.flags & h2.END_HEADERS:
@@ -328,12 +328,12 @@ class GrpcConnection(asyncio.Protocol):
         stream = self._calls.open.get(head.stream_id)
         if stream is not None:  # trailers
             stream.on_client_end()
-            self._calls.begin(head.stream_id)
+            self._calls.begin_waiting_call(head.stream_id)
             return
         if not head.stream_id % 2 or head.stream_id <= self._last_id:
             raise Http2Error(h2.PROTOCOL_ERROR, "a stream id that may not be opened")
         self._last_id = head.stream_id
-        if not self._calls.add(head.stream_id, path, is_over=bool(head.flags & h2.END_STREAM)):
+        if not self._calls.try_add(head.stream_id, path, is_over=bool(head.flags & h2.END_STREAM)):
             self._replies.append(h2.make_frame(h2.RST_STREAM, 0, head.stream_id, h2.REFUSED.to_bytes(4)))
 
     def _path_in(self, block: bytes) -> str:

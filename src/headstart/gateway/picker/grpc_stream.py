@@ -18,7 +18,7 @@ OBJECT_BYTES = 64  # that a message takes beside its own, in a list
 _OPENING = h2.STATUS_200 + h2.hpack_literal_header("content-type", "application/grpc")
 
 
-class GrpcStatus(IntEnum):
+class GrpcStatusCode(IntEnum):
     """Status codes of gRPC."""
 
     OK = 0
@@ -33,7 +33,7 @@ class GrpcStatus(IntEnum):
 class GrpcError(Exception):
     """A call ends with this status."""
 
-    def __init__(self, status: GrpcStatus, message: str) -> None:
+    def __init__(self, status: GrpcStatusCode, message: str) -> None:
         super().__init__(message)
         self.status = status
 
@@ -61,7 +61,7 @@ class GrpcStream:
         """Whether `read` returns at once."""
         return bool(self._messages) or self._is_over
 
-    def peek_first(self) -> bytes | None:
+    def take_first(self) -> bytes | None:
         """Return the first message, of a stream that is ready; None: there is none."""
         return self._taken() if self._messages else None
 
@@ -80,7 +80,7 @@ class GrpcStream:
         opening = b"" if self._is_open else self._opening()
         await self._connection.send_data(self, self._id, opening, data)
 
-    def close(self, status: GrpcStatus, message: str) -> None:
+    def close(self, status: GrpcStatusCode, message: str) -> None:
         """End the call."""
         trailers = h2.hpack_literal_header("grpc-status", str(int(status)))
         if message:
@@ -107,7 +107,7 @@ class GrpcStream:
             if buffer[start] or end - start > MAX_MESSAGE_BYTES:
                 is_compressed = buffer[start] != 0
                 raise GrpcError(
-                    GrpcStatus.UNIMPLEMENTED if is_compressed else GrpcStatus.RESOURCE_EXHAUSTED,
+                    GrpcStatusCode.UNIMPLEMENTED if is_compressed else GrpcStatusCode.RESOURCE_EXHAUSTED,
                     "compressed, or too long",
                 )
             if end > len(buffer):
@@ -122,23 +122,23 @@ class GrpcStream:
         self._hold(len(data) + count * (OBJECT_BYTES - 5))
         return count
 
-    def fail(self, status: GrpcStatus, message: str) -> None:
+    def fail(self, status: GrpcStatusCode, message: str) -> None:
         """End the call, which is cancelled if it is running."""
         self._connection.end_call(self._id, status, message)
 
-    async def abort(self, status: GrpcStatus, message: str) -> NoReturn:
+    async def abort(self, status: GrpcStatusCode, message: str) -> NoReturn:
         """End the call, from within it. Raises CancelledError."""
         self.fail(status, message)
         await asyncio.get_running_loop().create_future()
         raise asyncio.CancelledError
 
-    def release(self) -> None:
+    def release_held_bytes(self) -> None:
         """Hold nothing any more. Idempotent."""
         self._hold(-self.held_bytes)
         self.is_released = self._is_over = True
         self._messages, self._buffer = [], bytearray()
 
-    def push(self, message: bytes) -> None:
+    def inject_message(self, message: bytes) -> None:
         """Let `read` return a message that came another way."""
         self._append(message)
         self._wake()

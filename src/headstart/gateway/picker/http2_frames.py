@@ -73,7 +73,7 @@ def window_update_frame(stream_id: int, increment: int) -> bytes:
     return make_frame(WINDOW_UPDATE, 0, stream_id, increment.to_bytes(4))
 
 
-def strip_padding(head: FrameHeader, payload: bytes) -> bytes:
+def strip_padding_and_priority(head: FrameHeader, payload: bytes) -> bytes:
     """Return the payload of a DATA or HEADERS frame without padding and priority. Raises Http2Error."""
     start, end = 0, len(payload)
     if head.flags & PADDED:

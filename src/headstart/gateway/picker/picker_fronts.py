@@ -1,4 +1,6 @@
-"""EnvoyFront: Envoy as the server of a router's clients. PickerFront: an endpoint picker for a gateway's own Envoy.
+"""EnvoyFront: Envoy as the server of a router's clients.
+
+StandalonePickerFront: an endpoint picker for a gateway's own Envoy.
 
 PickerServer: the gRPC server of an endpoint picker: the external processing service, and health services.
 
@@ -22,7 +24,7 @@ from headstart.gateway.gateway_app import build_gateway_app
 from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.http_front import RouterFront, local_client_url
 from headstart.gateway.picker import ext_proc_pb2 as pb
-from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
+from headstart.gateway.picker.endpoint_addresses import ReplicaIpAddresses
 from headstart.gateway.picker.endpoint_picker import EndpointPicker
 from headstart.gateway.picker.envoy_config import (
     REPLICAS,
@@ -32,17 +34,17 @@ from headstart.gateway.picker.envoy_config import (
     write_envoy_endpoints,
 )
 from headstart.gateway.picker.envoy_process import EnvoyProcess, find_envoy
-from headstart.gateway.picker.ext_proc_messages import call_id_of_answer, decode_request
+from headstart.gateway.picker.ext_proc_messages import call_id_from_metadata, decode_request
 from headstart.gateway.picker.ext_proc_stream import ExtProcPeer, ExtProcStream
 from headstart.gateway.picker.grpc_calls import GrpcConnectionTable
 from headstart.gateway.picker.grpc_connection import GrpcConnection
-from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStatus, GrpcStream
+from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStatusCode, GrpcStream
 from headstart.gateway.proxy.proxy import FILES_PER_REQUEST
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.http.http_errors import HttpError
 from headstart.http.lifecycle import open_listener
 from headstart.http.logs import ServerLog
-from headstart.http.protocol.connections import max_connections_by_open_files
+from headstart.http.protocol.connections import raise_connection_limit
 from headstart.http.web_pages import is_loopback
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -56,7 +58,7 @@ MAX_WATCHERS = 64
 class PickerServer:
     """The gRPC server of one router. `trusts_address`: its only client is our own Envoy."""
 
-    def __init__(self, state: GatewayState, addresses: EndpointAddresses, *, trusts_address: bool = False) -> None:
+    def __init__(self, state: GatewayState, addresses: ReplicaIpAddresses, *, trusts_address: bool = False) -> None:
         self.num_requests = 0
         self._state = state
         self._app: ASGIApp = build_gateway_app(state, EndpointPicker(state, addresses).forward)
@@ -93,13 +95,13 @@ class PickerServer:
 
     def _connection(self) -> GrpcConnection:
         def failed(error: Exception) -> None:
-            self._state.log.failure("internal_error", error, "")
+            self._state.log.log_exception("internal_error", error, "")
 
         return GrpcConnection(self._handlers, self._callers, failed)
 
     def _process(self, stream: GrpcStream) -> Coroutine[Any, Any, None] | None:
         """Begin a call: a request, or the head of an answer that our own Envoy reports. Raises GrpcError."""
-        message = stream.peek_first()
+        message = stream.take_first()
         if message is None:
             return None
         first = decode_request(message)
@@ -107,12 +109,12 @@ class PickerServer:
         if kind == "response_headers" and self._trusts_address:
             return self._answered(stream, message, first)
         if kind != "request_headers" or first.observability_mode:
-            raise GrpcError(GrpcStatus.INVALID_ARGUMENT, "the first message must be request_headers")
+            raise GrpcError(GrpcStatusCode.INVALID_ARGUMENT, "the first message must be request_headers")
         call_id = str(next(self._ids)) if self._trusts_address else ""
         request = ExtProcStream(ExtProcPeer(stream), first, trusts_address=self._trusts_address, call_id=call_id)
         self.num_requests += 1
         if not request.is_usable:
-            raise GrpcError(GrpcStatus.INVALID_ARGUMENT, "set request_body_mode to FULL_DUPLEX_STREAMED")
+            raise GrpcError(GrpcStatusCode.INVALID_ARGUMENT, "set request_body_mode to FULL_DUPLEX_STREAMED")
         return self._serve(stream, request)
 
     async def _serve(self, stream: GrpcStream, request: ExtProcStream) -> None:
@@ -129,10 +131,10 @@ class PickerServer:
         self, stream: GrpcStream, message: bytes, head: pb.ProcessingRequest
     ) -> Coroutine[Any, Any, None] | None:
         """Pass the head of an answer to its request; reply if Envoy waits. One whose request has ended is ignored."""
-        call = self._calls.get(call_id_of_answer(head))
+        call = self._calls.get(call_id_from_metadata(head))
         if call is None:
             return None
-        call[0].push(message)
+        call[0].inject_message(message)
         return None if head.observability_mode else call[1].attach_answer_peer(ExtProcPeer(stream))
 
     def _status(self, service: str) -> int:
@@ -149,13 +151,13 @@ class PickerServer:
     async def _check(self, stream: GrpcStream) -> None:
         status = self._status(_service_in(stream))
         if status == _UNKNOWN:
-            raise GrpcError(GrpcStatus.NOT_FOUND, "there is no such service")
+            raise GrpcError(GrpcStatusCode.NOT_FOUND, "there is no such service")
         await stream.write(pb.HealthCheckResponse(status=status).SerializeToString())
 
     async def _watch(self, stream: GrpcStream) -> None:
         service, last = _service_in(stream), None
         if self._num_watchers >= MAX_WATCHERS:
-            raise GrpcError(GrpcStatus.RESOURCE_EXHAUSTED, "too many clients watch; use Check")
+            raise GrpcError(GrpcStatusCode.RESOURCE_EXHAUSTED, "too many clients watch; use Check")
         self._num_watchers += 1
         try:
             while True:
@@ -171,9 +173,9 @@ class PickerServer:
 def _service_in(stream: GrpcStream) -> str:
     """Return the name in a health request. Raises GrpcError."""
     try:
-        return pb.HealthCheckRequest.FromString(stream.peek_first() or b"").service
+        return pb.HealthCheckRequest.FromString(stream.take_first() or b"").service
     except DecodeError:
-        raise GrpcError(GrpcStatus.INVALID_ARGUMENT, "a message that cannot be decoded") from None
+        raise GrpcError(GrpcStatusCode.INVALID_ARGUMENT, "a message that cannot be decoded") from None
 
 
 def make_envoy_fronts(router: RouterOptions, server: ServerOptions) -> list[RouterFront]:
@@ -182,11 +184,11 @@ def make_envoy_fronts(router: RouterOptions, server: ServerOptions) -> list[Rout
     if router.envoy != "none":
         fronts.append(EnvoyFront(router, server))
     if router.ext_proc is not None:
-        fronts.append(PickerFront(router.ext_proc))
+        fronts.append(StandalonePickerFront(router.ext_proc))
     return fronts
 
 
-class PickerFront:
+class StandalonePickerFront:
     """An endpoint picker at HOST:PORT, for gateways."""
 
     def __init__(self, address: str) -> None:
@@ -198,7 +200,7 @@ class PickerFront:
         self._log = ServerLog()
         self._address = address
         self.is_local = is_loopback(host.strip("[]"))  # only this machine reaches it
-        self._addresses = EndpointAddresses()
+        self._addresses = ReplicaIpAddresses()
         self._server: PickerServer | None = None
 
     @property
@@ -251,7 +253,7 @@ class EnvoyFront:
             connect_timeout=router.connect_timeout,
             response_timeout=router.response_timeout,
             max_body_bytes=server.max_body_bytes,
-            max_connections=max_connections_by_open_files(files_each=FILES_PER_REQUEST),
+            max_connections=raise_connection_limit(files_each=FILES_PER_REQUEST),
         )
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -260,7 +262,7 @@ class EnvoyFront:
                 write_envoy_endpoints(folder, ())
         except OSError as error:
             raise ConfigError(f"--envoy-folder {folder}: {error.strerror}") from None
-        self._addresses = EndpointAddresses(lambda found: write_envoy_endpoints(folder, found))
+        self._addresses = ReplicaIpAddresses(lambda found: write_envoy_endpoints(folder, found))
         self._server: PickerServer | None = None
         self._envoy: EnvoyProcess | None = None
 

@@ -4,7 +4,7 @@ A replica has enough while `limit` requests per replica are without a first toke
 can still be changed: fairly between tenants, by priority within one (router/flow_queue.py). A request whose deadline
 has passed is never sent. Limit 0: every request is sent at once, as far as its deadline allows.
 
-ReplicaWait: requests wait while no replica is available for a moment, as when the only one of a model is restarted.
+ReplicaWaitQueue: requests wait while no replica is available for a moment, as when the only one of a model restarts.
 
 They wait from the moment when the last replica left, so a fleet that stays down refuses requests at once again.
 """
@@ -20,7 +20,7 @@ from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.relay import AnswerRelay
 from headstart.http.http_errors import HttpError
 from headstart.router.endpoint import Endpoint
-from headstart.router.filters import may_serve
+from headstart.router.filters import matches_model_and_subset
 from headstart.router.flow_queue import FlowQueue, WaitingRequest
 from headstart.router.router import Router
 
@@ -106,7 +106,7 @@ def _number(value: bytes | None, default: float) -> float:
     return default if number != number else number
 
 
-class ReplicaWait:
+class ReplicaWaitQueue:
     """The requests of one router that wait for a replica, for at most `seconds`."""
 
     def __init__(self, router: Router, seconds: float) -> None:
@@ -116,13 +116,13 @@ class ReplicaWait:
         self._removed_at = -inf
         self._up = asyncio.Event()
 
-    def wake_waiting(self) -> None:
+    def on_replica_up(self) -> None:
         """Wake the waiting requests: a probe found a replica ready."""
         if self.num_waiting:
             self._up.set()
             self._up = asyncio.Event()
 
-    def on_removed(self, url: str) -> None:
+    def on_removing(self, url: str) -> None:
         """Note that a replica is about to be removed; another one may take its place, as in a rolling update."""
         if url in self._router.endpoints:
             self._removed_at = time.monotonic()
@@ -138,14 +138,16 @@ class ReplicaWait:
         """
         if not all(failure.is_transient for failure in call.failures):
             return -inf
-        endpoints = [one for one in self._router.endpoints.values() if may_serve(one, call.reading.request)]
+        endpoints = [
+            one for one in self._router.endpoints.values() if matches_model_and_subset(one, call.reading.request)
+        ]
         return (now if call.failures and endpoints else self._last_left(endpoints)) + self._seconds
 
     def _last_left(self, endpoints: Collection[Endpoint]) -> float:
         removed_at = -inf if self._router.endpoints else self._removed_at
         return max((one.health.left_at for one in endpoints), default=removed_at)
 
-    async def wait(self, deadline: float) -> bool:
+    async def wait_until_replica_up(self, deadline: float) -> bool:
         """Wait until a replica is up; return False if none was until the deadline."""
         self.num_waiting += 1
         try:

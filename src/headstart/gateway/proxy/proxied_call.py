@@ -8,7 +8,7 @@ from headstart.apis.api import Api
 from headstart.apis.api_table import generation_api_of_path
 from headstart.gateway.held_bytes import LARGE_BYTES, ByteReservation, parsed_request_bytes
 from headstart.gateway.proxy.request_reader import ParsedRequest
-from headstart.gateway.proxy.upstream import AttemptFailure
+from headstart.gateway.proxy.upstream import AttemptFailureReason
 from headstart.gateway.replicas.replica_address import server_url_of
 from headstart.http.protocol.body_writer import BodyWriter
 from headstart.http.tracing.request_trace import RequestTrace, TraceSpan
@@ -50,7 +50,7 @@ class ProxiedCall:
     answer_id: str = ""  # the id in the answer that the client receives
     num_events: int = 0  # relayed of a stream of named events
     is_mid_event: bool = False  # a part of an event was relayed: nothing but the rest of it may follow
-    failures: list[AttemptFailure] = field(default_factory=list[AttemptFailure])
+    failures: list[AttemptFailureReason] = field(default_factory=list[AttemptFailureReason])
     trace: RequestTrace | None = None  # of the router's request
     attempt: TraceSpan | None = None  # the part of the trace at the replica that it was sent to last
     outcome: str = "error"  # or ok; lost: in the middle of a stream; gone: the client disconnected
@@ -75,7 +75,7 @@ class ProxiedCall:
             "headstart.route.expected_ms": in_flight.flight.expected_ttft_ms,
         }
 
-    def end_attempt_span(self, now: float, failure: AttemptFailure | None = None) -> None:
+    def end_attempt_span(self, now: float, failure: AttemptFailureReason | None = None) -> None:
         """End that span; idempotent."""
         if self.attempt is None:
             return
@@ -84,7 +84,7 @@ class ProxiedCall:
             self.attempt.error, self.attempt.is_failed = failure.value, True
         self.attempt = None
 
-    def record_failed_attempt(self, failure: AttemptFailure) -> None:
+    def record_failed_attempt(self, failure: AttemptFailureReason) -> None:
         """Record that an attempt has failed."""
         self.failures.append(failure)
         self.end_attempt_span(time.monotonic(), failure)
@@ -96,7 +96,7 @@ class ProxiedCall:
         state = {"tracestate": self.trace.state} if self.trace.state else {}
         return {"traceparent": self.trace.traceparent_header(self.attempt or self.trace.root), **state}
 
-    def drop_prompt(self) -> None:
+    def drop_large_prompt(self) -> None:
         """Free the text and tokens of a large request's prompt once its block hashes are computed."""
         if not self.is_trimmed and len(self.reading.body) >= LARGE_BYTES:
             self.is_trimmed = True

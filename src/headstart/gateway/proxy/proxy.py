@@ -3,7 +3,7 @@
 Until the client has received part of an answer, every failure is retried at another replica: a stream of comments alone
 is not yet an answer, and an answer in one piece is kept until it is complete. After that a failure is an error event.
 
-WriteTimeout: aborts a response whose client does not read it.
+SendWithTimeout: aborts a response whose client does not read it.
 
 A timer per message would cost as much as relaying a token; one per request, which checks periodically, costs nothing.
 """
@@ -20,12 +20,12 @@ from starlette.types import Message, Receive, Scope, Send
 from headstart.config.options import RouterOptions
 from headstart.core.errors import NoReplicaError, QueueFullError
 from headstart.gateway.held_bytes import HeldBytesBudget
-from headstart.gateway.proxy.flow_control import FlowControl, ReplicaWait, RetryBudget
+from headstart.gateway.proxy.flow_control import FlowControl, ReplicaWaitQueue, RetryBudget
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.relay import AnswerRelay, Attempt, send_in_slices
 from headstart.gateway.proxy.replies import (
     LiveDecisionList,
-    check_response_head,
+    check_if_event_stream,
     client_session_options,
     decision_header,
     no_answer_error,
@@ -36,15 +36,15 @@ from headstart.gateway.proxy.replies import (
 from headstart.gateway.proxy.silence import SilenceDetector
 from headstart.gateway.proxy.upstream import (
     AttemptError,
-    AttemptFailure,
+    AttemptFailureReason,
     classify_client_error,
     forwarded_request_headers,
 )
 from headstart.gateway.replicas.replica_address import data_parallel_rank_headers, server_url_of
-from headstart.http.byte_budget import is_within_tenant_share
+from headstart.http.byte_budget import may_tenant_hold_more
 from headstart.http.http_errors import ClientGoneError, HttpError
 from headstart.http.protocol.body_writer import writer_of_scope
-from headstart.http.protocol.connections import max_connections_by_open_files
+from headstart.http.protocol.connections import raise_connection_limit
 from headstart.http.sse import WRITE_SECONDS
 from headstart.openai.tokenizer.handed_tokens import add_tokens_to_body
 from headstart.router.router import Router
@@ -64,9 +64,9 @@ NoReplicaError."""
 
 
 @asynccontextmanager
-async def place_immediately(proxy: "ReplicaProxy", call: ProxiedCall) -> AsyncGenerator[RoutedInFlight]:
+async def place_by_own_router(proxy: "ReplicaProxy", call: ProxiedCall) -> AsyncGenerator[RoutedInFlight]:
     """Place a request with no one else involved."""
-    yield proxy.place(call, time.monotonic())
+    yield proxy.choose_and_record(call, time.monotonic())
 
 
 class ReplicaProxy:
@@ -79,13 +79,13 @@ class ReplicaProxy:
         options: RouterOptions,
         max_pending: int,
         budget: RetryBudget,
-        placed: Placed = place_immediately,
+        placed: Placed = place_by_own_router,
     ) -> None:
         """`max_pending`: requests without a first token per replica; more are refused."""
         self.router = router
         self.budget = budget
         self.silence = SilenceDetector(router)
-        self.replica_wait = ReplicaWait(router, options.replica_wait)
+        self.replica_wait = ReplicaWaitQueue(router, options.replica_wait)
         self.held = HeldBytesBudget()
         self.relay = AnswerRelay(router)
         self.flow = FlowControl(router, self.relay, options.flow_control, options.queue_timeout)
@@ -97,7 +97,7 @@ class ReplicaProxy:
         self._options = options
         self._max_pending = max_pending
         # of all replicas together, so that there are connections for answers too:
-        self._max_pending_in_all = max_connections_by_open_files(files_each=FILES_PER_REQUEST) // 2
+        self._max_pending_in_all = raise_connection_limit(files_each=FILES_PER_REQUEST) // 2
         self._placed = placed
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=options.connect_timeout, sock_read=options.response_timeout
@@ -108,38 +108,38 @@ class ReplicaProxy:
         await self._fresh.close()
 
     @property
-    def num_pending(self) -> int:
+    def num_awaiting_first_token(self) -> int:
         """The number of requests without a first token."""
         return self.relay.num_pending
 
     def check_queue(self, tenant: str = "") -> None:
         """Raise QueueFullError while too many requests wait for their first token, of those beyond a tenant's share."""
-        if self.num_pending < min(self._max_pending, self._max_pending_in_all):
+        if self.num_awaiting_first_token < min(self._max_pending, self._max_pending_in_all):
             return
         endpoints = self.router.endpoints.values()
         num_serving = sum(not (one.health.absent or one.health.draining) for one in endpoints)
         limit = min(self._max_pending * max(num_serving, 1), self._max_pending_in_all)
         pending = self.relay.pending_of
-        own = pending[tenant] if tenant else self.num_pending
-        if not is_within_tenant_share(self.num_pending, own, 1, limit, len(pending.keys() | {tenant})):
+        own = pending[tenant] if tenant else self.num_awaiting_first_token
+        if not may_tenant_hold_more(self.num_awaiting_first_token, own, 1, limit, len(pending.keys() | {tenant})):
             wait = min((endpoint.backlog_ms(time.monotonic()) for endpoint in endpoints), default=0.0) / 1e3
             raise QueueFullError(
-                f"{self.num_pending} requests are waiting: try again later", retry_after=min(wait, 60.0)
+                f"{self.num_awaiting_first_token} requests are waiting: try again later", retry_after=min(wait, 60.0)
             )
 
-    async def wait_for_replica(self, call: ProxiedCall) -> bool:
+    async def wait_until_replica_is_up(self, call: ProxiedCall) -> bool:
         """Wait until a replica is up; return False if the request may wait no longer."""
         now = time.monotonic()
         if call.deadline is None:
             call.deadline = self.replica_wait.deadline(call, now)
-        return now < call.deadline and await self.replica_wait.wait(call.deadline)
+        return now < call.deadline and await self.replica_wait.wait_until_replica_up(call.deadline)
 
-    def place(self, call: ProxiedCall, now: float, among: Collection[str] | None = None) -> RoutedInFlight:
+    def choose_and_record(self, call: ProxiedCall, now: float, among: Collection[str] | None = None) -> RoutedInFlight:
         """Choose the best replica that the request did not try yet, and record that it is sent there.
 
         `among`: the names of the candidates; None: all replicas. Raises NoReplicaError.
         """
-        return self.record(call, self.choose(call, now, among), now)
+        return self.record_sent(call, self.choose(call, now, among), now)
 
     def choose(self, call: ProxiedCall, now: float, among: Collection[str] | None = None) -> RoutingDecision:
         """Choose the best replica that the request did not try yet. Raises NoReplicaError."""
@@ -152,12 +152,12 @@ class ReplicaProxy:
         )
         if call.explains:
             call.route = decision_header(decision)
-        self.decisions.record(decision, now)
+        self.decisions.record_if_watched(decision, now)
         return decision
 
-    def record(self, call: ProxiedCall, decision: RoutingDecision, now: float) -> RoutedInFlight:
+    def record_sent(self, call: ProxiedCall, decision: RoutingDecision, now: float) -> RoutedInFlight:
         """Record that the request is sent to the chosen replica."""
-        call.drop_prompt()
+        call.drop_large_prompt()
         call.in_flight = in_flight = self.router.record_sent(decision, now)
         call.tried.append(in_flight.endpoint.name)
         call.num_attempts += 1
@@ -168,7 +168,7 @@ class ReplicaProxy:
         """Answer one request. Raises HttpError, NoReplicaError and ClientGoneError if nothing was sent yet."""
         self.check_queue(call.tenant)
         self.budget.num_active += 1
-        self.relay.begin_pending(call)
+        self.relay.mark_pending(call)
         call.writer = writer_of_scope(scope)
         task = asyncio.current_task()
         assert task is not None
@@ -182,7 +182,7 @@ class ReplicaProxy:
             task.cancel()
 
         watcher = asyncio.create_task(watch())
-        timed_send = WriteTimeout(send, task, WRITE_SECONDS)
+        timed_send = SendWithTimeout(send, task, WRITE_SECONDS)
         try:
             await self.flow.wait(call)
             await self._serve(call, timed_send)
@@ -196,7 +196,7 @@ class ReplicaProxy:
             watcher.cancel()
             timed_send.close()
             self.budget.num_active -= 1
-            self.relay.end_pending(call)
+            self.relay.mark_no_longer_pending(call)
 
     # ------------------------------------------------------------------------------------------------------ attempts
 
@@ -227,7 +227,7 @@ class ReplicaProxy:
                     if not again and any(failure.is_connection_failure for failure in call.failures):
                         again = True
                         _retry_failed_connections(call)
-                    elif await self.wait_for_replica(call):
+                    elif await self.wait_until_replica_is_up(call):
                         call.tried.clear()
                     else:
                         await self._give_up(call, last or error, send)
@@ -236,7 +236,7 @@ class ReplicaProxy:
             if retrying:
                 self.budget.give_back()
 
-    def _may_retry(self, call: ProxiedCall, failure: AttemptFailure, retrying: bool) -> bool:
+    def _may_retry(self, call: ProxiedCall, failure: AttemptFailureReason, retrying: bool) -> bool:
         if call.num_attempts >= self._options.max_attempts:
             return False
         return failure.costs_no_retry or retrying or self.budget.take()
@@ -256,10 +256,14 @@ class ReplicaProxy:
         except asyncio.CancelledError as error:
             if not wait.absorb_cancel():
                 raise
-            await self._broken(call, in_flight, AttemptFailure.HUNG, error, send)
+            await self._broken(call, in_flight, AttemptFailureReason.HUNG, error, send)
         except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
             await self._broken(
-                call, in_flight, AttemptFailure.HUNG if wait.is_given_up else classify_client_error(error), error, send
+                call,
+                in_flight,
+                AttemptFailureReason.HUNG if wait.is_given_up else classify_client_error(error),
+                error,
+                send,
             )
         finally:
             wait.absorb_cancel()
@@ -268,7 +272,12 @@ class ReplicaProxy:
                 self.router.record_client_disconnect(in_flight, time.monotonic())
 
     async def _broken(
-        self, call: ProxiedCall, in_flight: RoutedInFlight, failure: AttemptFailure, error: BaseException, send: Send
+        self,
+        call: ProxiedCall,
+        in_flight: RoutedInFlight,
+        failure: AttemptFailureReason,
+        error: BaseException,
+        send: Send,
     ) -> None:
         """Record that no complete answer arrived. Raises AttemptError if the client has received nothing of it."""
         self.relay.record_failed_attempt(in_flight, failure)
@@ -296,7 +305,7 @@ class ReplicaProxy:
                 in_flight.flight.expected_ttft_ms / 1e3, self.relay.assume_first_token, call, in_flight
             )
         try:
-            session = self._fresh if AttemptFailure.LOST in call.failures else self._session
+            session = self._fresh if AttemptFailureReason.LOST in call.failures else self._session
             async with session.post(
                 server_url_of(replica) + call.path,
                 data=body if isinstance(body, bytes) else body.pieces(),
@@ -304,7 +313,7 @@ class ReplicaProxy:
                 timeout=self._timeout,
                 allow_redirects=False,
             ) as response:
-                if check_response_head(response, call.path):
+                if check_if_event_stream(response, call.path):
                     await self.relay.relay_stream(attempt, response, send)
                 else:
                     await self.relay.relay_complete_answer(attempt, response, send)
@@ -340,13 +349,15 @@ def _retry_failed_connections(call: ProxiedCall) -> None:
     refused a connection are tried last: no server was listening a moment ago.
     """
     failed = list(zip(call.tried, call.failures, strict=True))
-    kept = [name for name, failure in failed if not failure.is_connection_failure or failure is AttemptFailure.REFUSED]
+    kept = [
+        name for name, failure in failed if not failure.is_connection_failure or failure is AttemptFailureReason.REFUSED
+    ]
     if len(kept) == len(failed):
         kept = [name for name, failure in failed if not failure.is_connection_failure]
     call.tried[:] = kept
 
 
-class WriteTimeout:
+class SendWithTimeout:
     """Sends as `send` does. Cancels `task`, and sets `is_over`, once the client has read nothing for `seconds`.
 
     Detection may take a quarter longer. The creator closes it.

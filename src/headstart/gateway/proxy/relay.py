@@ -33,7 +33,7 @@ from headstart.gateway.proxy.sse_reader import (
 )
 from headstart.gateway.proxy.upstream import (
     AttemptError,
-    AttemptFailure,
+    AttemptFailureReason,
     InvalidReplicaResponseError,
     UnstreamedReplicaAnswer,
     classify_client_error,
@@ -70,13 +70,13 @@ class AnswerRelay:
         self.response_owners = ResponseReplicas()
         self._router = router
 
-    def begin_pending(self, call: ProxiedCall) -> None:
+    def mark_pending(self, call: ProxiedCall) -> None:
         """Count a request as one without a first token."""
         call.is_pending = True
         self.num_pending += 1
         self.pending_of[call.tenant] += 1
 
-    def end_pending(self, call: ProxiedCall) -> None:
+    def mark_no_longer_pending(self, call: ProxiedCall) -> None:
         """Count it so no longer. Idempotent."""
         if call.is_pending:
             call.is_pending = False
@@ -86,14 +86,14 @@ class AnswerRelay:
                 del self.pending_of[call.tenant]
             self.on_wait_end()
 
-    def record_failed_attempt(self, in_flight: RoutedInFlight, failure: AttemptFailure) -> None:
+    def record_failed_attempt(self, in_flight: RoutedInFlight, failure: AttemptFailureReason) -> None:
         """Record that an attempt has failed."""
         if in_flight.finish is not None:
             return  # an error in the first event of a stream has already been counted
-        now, is_draining = time.monotonic(), failure is AttemptFailure.DRAINING
-        if is_draining or failure is AttemptFailure.LOADING:
+        now, is_draining = time.monotonic(), failure is AttemptFailureReason.DRAINING
+        if is_draining or failure is AttemptFailureReason.LOADING:
             in_flight.endpoint.health.record_unavailable(now, absent=not is_draining, draining=is_draining)
-        refused = failure in (AttemptFailure.REFUSED, AttemptFailure.UNREACHED, AttemptFailure.HUNG)
+        refused = failure in (AttemptFailureReason.REFUSED, AttemptFailureReason.UNREACHED, AttemptFailureReason.HUNG)
         self._router.record_failed(in_flight, now, refused=refused, blame=failure.counts_against_health)
 
     async def relay_complete_answer(self, attempt: Attempt, response: aiohttp.ClientResponse, send: Send) -> None:
@@ -157,7 +157,7 @@ class AnswerRelay:
     def assume_first_token(self, call: ProxiedCall, in_flight: RoutedInFlight) -> None:
         """Assume the first token of an answer in one piece, at its expected time."""
         self._router.assume_first_token(in_flight, time.monotonic())
-        self.end_pending(call)
+        self.mark_no_longer_pending(call)
 
     async def relay_stream(self, attempt: Attempt, response: aiohttp.ClientResponse, send: Send) -> None:
         """Relay a stream of events as they arrive."""
@@ -205,7 +205,7 @@ class AnswerRelay:
     def _read(self, attempt: Attempt, stream: SSEStreamReader | JSONLinesReader, piece: bytes) -> bytes:
         """Record the progress that a piece of a stream shows; return the bytes that may be relayed."""
         call, in_flight, (activity, wait) = attempt
-        passed = stream.filter_piece(piece)
+        passed = stream.take_relayable_bytes(piece)
         call.num_events, call.is_mid_event = stream.num_events, stream.is_mid_event
         if stream.num_rest_bytes or call.num_rest_bytes:
             call.reserve_event_bytes(stream.num_rest_bytes)
@@ -213,7 +213,7 @@ class AnswerRelay:
         if not stream.num_comment_bytes:  # the last event was data
             activity.progress_at = now
             if call.committed and in_flight.finish is None and not stream.is_mid_event:
-                self._router.record_token(in_flight, now)
+                self._router.record_later_token(in_flight, now)
         if stream.has_data and not call.committed:
             self._begin(call, in_flight, stream, passed)
             activity.record_response(wait, now)
@@ -266,7 +266,7 @@ class AnswerRelay:
     def _first_token(self, call: ProxiedCall, now: float) -> None:
         if call.first_token_at is None:
             call.first_token_at = now
-        self.end_pending(call)
+        self.mark_no_longer_pending(call)
 
     async def _start(self, call: ProxiedCall, status: int, headers: "list[tuple[bytes, bytes]]", send: Send) -> None:
         call.started = True

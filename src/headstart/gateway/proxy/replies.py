@@ -27,7 +27,7 @@ from headstart.apis.api_table import APIS, OTHER, UNCACHED, api_of_path, generat
 from headstart.core.errors import NoReplicaError
 from headstart.gateway.proxy.upstream import (
     AttemptError,
-    AttemptFailure,
+    AttemptFailureReason,
     InvalidReplicaResponseError,
     UnstreamedReplicaAnswer,
     returned_response_headers,
@@ -60,7 +60,7 @@ MAX_RESPONSES = 32_768  # about 300 bytes each
 
 def client_session_options() -> dict[str, Any]:
     """Return the options of a session with replicas: no decompression, bounded interim responses, no cookies."""
-    return {"auto_decompress": False, "response_class": ReplicaReply, "cookie_jar": aiohttp.DummyCookieJar()}
+    return {"auto_decompress": False, "response_class": BoundedReplicaResponse, "cookie_jar": aiohttp.DummyCookieJar()}
 
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -68,7 +68,7 @@ JSON_ROUTES = UNCACHED | {api.path for api in APIS}
 """The routes whose answers are JSON objects, or streams of them."""
 
 
-class ReplicaReply(aiohttp.ClientResponse):
+class BoundedReplicaResponse(aiohttp.ClientResponse):
     """A response with a bounded number of interim responses before it."""
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
@@ -90,7 +90,7 @@ class ReplicaReply(aiohttp.ClientResponse):
             del protocol.read
 
 
-def check_response_head(response: aiohttp.ClientResponse, path: str) -> bool:
+def check_if_event_stream(response: aiohttp.ClientResponse, path: str) -> bool:
     """Return whether a stream of events follows. Raises InvalidReplicaResponseError for an invalid head."""
     status = response.status
     if not (200 <= status < 300 or 400 <= status < 600) or status == 407:
@@ -230,13 +230,13 @@ class LiveDecisionList:
         self._latest: deque[dict[str, Any]] = deque(maxlen=MAX_WATCHED)
         self._until = self._next = -inf
 
-    def record(self, decision: RoutingDecision, now: float) -> None:
+    def record_if_watched(self, decision: RoutingDecision, now: float) -> None:
         """Note a decision about a prompt before it is sent; a few each second are enough to watch."""
-        if self._next <= now < self._until and decision.view.prompt_tokens:
+        if self._next <= now < self._until and decision.view.num_prompt_tokens:
             self._next = now + WATCH_INTERVAL
             self._latest.appendleft(_explained(decision))
 
-    def poll(self, now: float) -> list[dict[str, Any]]:
+    def list_and_keep_recording(self, now: float) -> list[dict[str, Any]]:
         """Return the noted decisions, newest first, and note further ones for a while."""
         self._until = now + WATCH_SECONDS
         return list(self._latest)
@@ -268,11 +268,11 @@ def too_many_losses_error(request_id: str, num_losses: int) -> HttpError:
 
 def no_answer_error(error: AttemptError, num_attempts: int) -> HttpError:
     """Return the error for a request that no replica answered."""
-    if error.failure is AttemptFailure.GARBLED:
+    if error.failure is AttemptFailureReason.GARBLED:
         message = "the replica's answer could not be read as one of this API; its operator finds more in the metrics"
         return HttpError(502, message, code="bad_replica_answer", headers={"retry-after": "1"})
-    unreached = dict.fromkeys((AttemptFailure.REFUSED, AttemptFailure.UNREACHED), "could not be reached")
-    what = {AttemptFailure.SILENT: "did not answer in time", **unreached}
+    unreached = dict.fromkeys((AttemptFailureReason.REFUSED, AttemptFailureReason.UNREACHED), "could not be reached")
+    what = {AttemptFailureReason.SILENT: "did not answer in time", **unreached}
     text = what.get(error.failure, "gave no answer")
     return HttpError(
         502,

@@ -65,7 +65,7 @@ _SESSION_CHARS = 256  # of its name; policies and logs keep many
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModelName:
+class ResolvedModelName:
     """A model name: the model whose weights it refers to, and the adapter on top of it, if it is one."""
 
     model: str
@@ -76,7 +76,7 @@ class ServedModelName:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestSender:
+class SenderRoutingInfo:
     """The sender of a request, as far as routing is concerned."""
 
     domain: bytes = b""  # isolation domain: prompts of different domains share no cache
@@ -121,10 +121,10 @@ class RequestParser:
         self._chain = chain
         self.tokenizer = tokenizer
         self.rules = rules
-        self.served: Mapping[str, ServedModelName] = {}
+        self.served: Mapping[str, ResolvedModelName] = {}
         self.default_model = ""
 
-    def read_spooled(self, path: str, body: SpooledBody, sender: RequestSender) -> ParsedRequest:
+    def read_spooled(self, path: str, body: SpooledBody, sender: SenderRoutingInfo) -> ParsedRequest:
         """Parse a body in a file as `read` does; that of the result is in a file, too: this one or another."""
         data = body.read()
         reading = self.read(path, data, sender)
@@ -136,7 +136,7 @@ class RequestParser:
             reading.body = spool_to_file(changed) or changed
         return reading
 
-    def read(self, path: str, body: bytes, sender: RequestSender) -> ParsedRequest:
+    def read(self, path: str, body: bytes, sender: SenderRoutingInfo) -> ParsedRequest:
         """Parse the body of a POST. Raises InvalidRequestError if it is no JSON object, or has fields of replicas."""
         body = body.removeprefix(BOM_UTF8)
         api, values = generation_api_of_path(path), self._values(path, body)
@@ -150,7 +150,7 @@ class RequestParser:
         model = values.get("model")
         name = model if isinstance(model, str) else ""
         name = name if name in self.served else name.removesuffix(LATEST)
-        served = self.served.get(name) or ServedModelName(name or self.default_model)
+        served = self.served.get(name) or ResolvedModelName(name or self.default_model)
         model_info = self.served.get(name or self.default_model, served)
         salt = _salt(sender, values.get("cache_salt"))
         domain = domain_of_cache_salt(salt) if sender.is_salted else sender.domain + domain_of_cache_salt(salt)
@@ -182,7 +182,7 @@ class RequestParser:
             session=f"{sender.domain.hex()}/{session}" if session and sender.domain else session,
             max_tokens=min(most, limit) if isinstance(most, int) and most > 0 else 0,
             form="chat" if api.chat_values is not None else "ids" if text is None else "text",
-            has_parts=model_info.reads_parts and skipped.has(NameKind.PART),
+            has_parts=model_info.reads_parts and skipped.has_kind(NameKind.PART),
         )
         used = api.used_response(values)
         is_text = tokens is not None and text is not None and len(tokens) <= limit
@@ -243,7 +243,7 @@ class RequestParser:
         self, values: dict[str, Any], tokenizer: Tokenizer | None, limit: int, bounds: RequestBounds
     ) -> "tuple[array[int] | None, str | None, int]":
         text = conversation_text(values)
-        if tokenizer is not None and can_tokenize(text, limit):
+        if tokenizer is not None and is_safe_to_tokenize(text, limit):
             try:
                 bounds = replace(bounds, content_forms=tokenizer.content_forms)
                 return encode_chat(parse_chat(dict(values), bounds), tokenizer, bounds), text, 1
@@ -265,7 +265,7 @@ class RequestParser:
             first, count = prompt, 1
         if not isinstance(first, str):
             return None, "", count
-        if tokenizer is not None and can_tokenize(first, limit):
+        if tokenizer is not None and is_safe_to_tokenize(first, limit):
             try:
                 body = parse_completion({**values, "prompt": first}, _ANYTHING)
                 return encode_completion(body, tokenizer, _ANYTHING)[0], first, count
@@ -274,7 +274,7 @@ class RequestParser:
         return None, first, count
 
 
-def can_tokenize(text: str, limit: int) -> bool:
+def is_safe_to_tokenize(text: str, limit: int) -> bool:
     """Return whether a text may have at most `limit` tokens, and takes no extreme time and memory to tokenize."""
     return len(text) <= limit * LONGEST_TOKEN and not has_endless_word(text)
 
@@ -309,7 +309,7 @@ def _shortened(part: object) -> object:
     return digest_placeholder(kind, part) if isinstance(kind, str) and kind in UNREADABLE else part
 
 
-def _salt(sender: RequestSender, cache_salt: object) -> str:
+def _salt(sender: SenderRoutingInfo, cache_salt: object) -> str:
     """Return the salt that replicas see; empty: none. Raises InvalidRequestError for a client's salt of the wrong type.
 
     The tenant's domain and the client's own salt become one digest: 64 hexadecimal digits, valid at every engine. A
@@ -346,7 +346,7 @@ def session_from_headers(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     return next((values[name].decode("latin-1") for name in _SESSION_HEADERS if values.get(name)), None)
 
 
-def _session(sender: RequestSender, values: Mapping[str, Any]) -> str | None:
+def _session(sender: SenderRoutingInfo, values: Mapping[str, Any]) -> str | None:
     """Return the session's name, cut where it is long: a hint, on which no answer and no isolation depends."""
     fields = (value for name in _SESSION_FIELDS if isinstance(value := values.get(name), str) and value)
     return (sender.session or next(fields, ""))[:_SESSION_CHARS] or None

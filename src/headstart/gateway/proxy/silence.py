@@ -21,7 +21,7 @@ from typing import Any
 
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.replicas.replica_monitor import MAX_SILENCES, MonitoredReplica
-from headstart.router.filters import eligible_endpoints
+from headstart.router.filters import filter_endpoints_with_reasons
 from headstart.router.rate_learner import YOUNG
 from headstart.router.router import Router
 from headstart.router.routing_decision import RoutedInFlight
@@ -75,9 +75,9 @@ class AwaitedAttempt:
         self.task.cancel()
 
     @property
-    def expected_prefill_seconds(self) -> float:
+    def expected_uncached_prefill_seconds(self) -> float:
         """The expected duration of its prefill if nothing is cached."""
-        work = PrefillWork.of(self.decision.view.prompt_tokens, 0, self.num_streams)
+        work = PrefillWork.of(self.decision.view.num_prompt_tokens, 0, self.num_streams)
         return self.decision.endpoint.load.rates.prefill_ms(work, self.decision.endpoint.load.max_step_tokens) / 1e3
 
     @property
@@ -132,7 +132,7 @@ class SilenceDetector:
         """Stop watching an attempt that has ended, with success or without."""
         activity.waits.pop(wait, None)
 
-    def on_removed(self, name: str) -> None:
+    def on_removing(self, name: str) -> None:
         """Forget a removed replica; its attempts may still end."""
         self._activities.pop(name, None)
 
@@ -154,7 +154,7 @@ class SilenceDetector:
             call = wait.call
             if wait.is_given_up or call.committed:
                 continue
-            found, _ = eligible_endpoints(
+            found, _ = filter_endpoints_with_reasons(
                 self._router.endpoints.values(), call.reading.request, now, frozenset(call.tried)
             )
             if found:
@@ -169,7 +169,7 @@ class SilenceDetector:
         least = MIN_LATE if endpoint.load.learner.num_samples >= YOUNG else MIN_LATE_YOUNG
         work = answer = 0.0
         for wait in activity.waits:
-            work += wait.expected_prefill_seconds
+            work += wait.expected_uncached_prefill_seconds
             answer = max(answer, wait.max_answer_seconds)
             if now - max(wait.sent_at, activity.progress_at) > max(least, LATE * work) + answer:
                 return self._others_answer(name, wait.sent_at)

@@ -42,7 +42,7 @@ SENT_BACK_PREFIXES = (b"openai-", b"x-ratelimit-")
 GATEWAY_STATUSES = (502, 504)  # a gateway in front of a replica reports that it lost it
 
 
-class AttemptFailure(Enum):
+class AttemptFailureReason(Enum):
     """The reason why an attempt brought no answer."""
 
     REFUSED = "refused"  # no connection: no server is listening
@@ -65,34 +65,39 @@ class AttemptFailure(Enum):
         """
         return self in (
             *(
-                AttemptFailure.REFUSED,
-                AttemptFailure.UNREACHED,
-                AttemptFailure.LOST,
-                AttemptFailure.DEAD,
-                AttemptFailure.HUNG,
+                AttemptFailureReason.REFUSED,
+                AttemptFailureReason.UNREACHED,
+                AttemptFailureReason.LOST,
+                AttemptFailureReason.DEAD,
+                AttemptFailureReason.HUNG,
             ),
-            *(AttemptFailure.DRAINING, AttemptFailure.LOADING),
+            *(AttemptFailureReason.DRAINING, AttemptFailureReason.LOADING),
         )
 
     @property
     def is_connection_failure(self) -> bool:
         """Whether possibly only the connection failed: the replica may answer over another one."""
-        return self in (AttemptFailure.REFUSED, AttemptFailure.UNREACHED, AttemptFailure.LOST)
+        return self in (AttemptFailureReason.REFUSED, AttemptFailureReason.UNREACHED, AttemptFailureReason.LOST)
 
     @property
     def is_transient(self) -> bool:
         """Whether the replica is expected back soon: its connection failed, or it is being restarted."""
-        return self.is_connection_failure or self in (AttemptFailure.DRAINING, AttemptFailure.LOADING)
+        return self.is_connection_failure or self in (AttemptFailureReason.DRAINING, AttemptFailureReason.LOADING)
 
     @property
     def counts_against_health(self) -> bool:
         """Whether it counts against the replica's health."""
-        return self not in (AttemptFailure.DRAINING, AttemptFailure.LOADING, AttemptFailure.BUSY)
+        return self not in (AttemptFailureReason.DRAINING, AttemptFailureReason.LOADING, AttemptFailureReason.BUSY)
 
     @property
     def may_have_killed_replica(self) -> bool:
         """Whether the replica may have been lost because of the request sent to it."""
-        return self in (AttemptFailure.LOST, AttemptFailure.DEAD, AttemptFailure.HUNG, AttemptFailure.SILENT)
+        return self in (
+            AttemptFailureReason.LOST,
+            AttemptFailureReason.DEAD,
+            AttemptFailureReason.HUNG,
+            AttemptFailureReason.SILENT,
+        )
 
 
 @dataclass(slots=True)
@@ -108,7 +113,9 @@ class UnstreamedReplicaAnswer:
 class AttemptError(HeadstartError):
     """An attempt failed before the client received any part of an answer. `answer`: the replica's response, if any."""
 
-    def __init__(self, failure: AttemptFailure, detail: str, answer: UnstreamedReplicaAnswer | None = None) -> None:
+    def __init__(
+        self, failure: AttemptFailureReason, detail: str, answer: UnstreamedReplicaAnswer | None = None
+    ) -> None:
         super().__init__(detail)
         self.failure = failure
         self.answer = answer
@@ -134,57 +141,57 @@ class _ErrorBody(_Error):
     error: _Error | str | None = None  # Ollama's is a text
 
 
-def classify_client_error(error: BaseException) -> AttemptFailure:
+def classify_client_error(error: BaseException) -> AttemptFailureReason:
     """Return the failure that an exception of the HTTP client means."""
     if isinstance(error, InvalidReplicaResponseError | aiohttp.ClientResponseError) and not isinstance(
         error, aiohttp.ServerDisconnectedError
     ):
-        return AttemptFailure.GARBLED  # ClientResponseError: the head could not be parsed
+        return AttemptFailureReason.GARBLED  # ClientResponseError: the head could not be parsed
     if isinstance(error, aiohttp.ConnectionTimeoutError):
-        return AttemptFailure.UNREACHED
+        return AttemptFailureReason.UNREACHED
     if isinstance(error, aiohttp.ClientConnectorError):
-        return AttemptFailure.REFUSED
-    return AttemptFailure.SILENT if isinstance(error, TimeoutError) else AttemptFailure.LOST
+        return AttemptFailureReason.REFUSED
+    return AttemptFailureReason.SILENT if isinstance(error, TimeoutError) else AttemptFailureReason.LOST
 
 
-def classify_refusal(status: int, body: bytes) -> AttemptFailure | None:
+def classify_refusal(status: int, body: bytes) -> AttemptFailureReason | None:
     """Return the failure for which another replica is tried; None: the answer is for the client."""
     if status == 429:
-        return AttemptFailure.BUSY
+        return AttemptFailureReason.BUSY
     if status not in (502, 503, 504):
         return None
-    return _failure_by_code(_error_in(body).code) if b'"' in body else AttemptFailure.BROKEN
+    return _failure_by_code(_error_in(body).code) if b'"' in body else AttemptFailureReason.BROKEN
 
 
-def classify_error_event(document: bytes) -> tuple[AttemptFailure | None, int]:
+def classify_error_event(document: bytes) -> tuple[AttemptFailureReason | None, int]:
     """Return the same for an error in the first event of a stream, and the HTTP status that it stands for."""
     error = _error_in(document)
     code = error.code
     if isinstance(code, int) and not isinstance(code, bool) and 400 <= code < 600:
         return (_refusal_of_status(code), code)
     if code == "queue_full":
-        return AttemptFailure.BUSY, 429
+        return AttemptFailureReason.BUSY, 429
     failure = _failure_by_code(code)
-    if failure is not AttemptFailure.BROKEN:
+    if failure is not AttemptFailureReason.BROKEN:
         return failure, 503
     return None, 400 if error.type == "invalid_request_error" else 500
 
 
-def _refusal_of_status(status: int) -> AttemptFailure | None:
+def _refusal_of_status(status: int) -> AttemptFailureReason | None:
     if status == 429:
-        return AttemptFailure.BUSY
-    return AttemptFailure.BROKEN if status in (502, 503, 504) else None
+        return AttemptFailureReason.BUSY
+    return AttemptFailureReason.BROKEN if status in (502, 503, 504) else None
 
 
-def _failure_by_code(code: str | int | None) -> AttemptFailure | None:
+def _failure_by_code(code: str | int | None) -> AttemptFailureReason | None:
     """Return the failure that the code of an error object means."""
     if code == "replica_lost":
         return None  # from another router, which has made all its attempts
     if code == "engine_dead":
-        return AttemptFailure.DEAD
+        return AttemptFailureReason.DEAD
     if code == "engine_silent":
-        return AttemptFailure.LOADING  # nothing was admitted, and it may come back
-    return AttemptFailure(code) if code in ("draining", "loading") else AttemptFailure.BROKEN
+        return AttemptFailureReason.LOADING  # nothing was admitted, and it may come back
+    return AttemptFailureReason(code) if code in ("draining", "loading") else AttemptFailureReason.BROKEN
 
 
 def _error_in(document: bytes) -> _Error:

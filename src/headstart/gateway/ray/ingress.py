@@ -24,11 +24,11 @@ from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.proxy import ReplicaProxy
 from headstart.gateway.proxy.replies import client_session_options
 from headstart.gateway.proxy.request_reader import RequestParser
-from headstart.gateway.ray.placement_ticket import FleetIntroduction, PlacementTicket, RayFleet
+from headstart.gateway.ray.placement_ticket import FleetIntroduction, PlacementRequest, RayReplicaListing
 from headstart.gateway.run_gateway import KEEPALIVE_SECONDS, load_router_tokenizer
 from headstart.http.decision_log_writer import DecisionLog
 from headstart.http.logs import ServerLog
-from headstart.router.filters import eligible_endpoints
+from headstart.router.filters import filter_endpoints_with_reasons
 from headstart.router.routing_decision import RoutedInFlight
 
 PLACE_SECONDS = 2.0  # until Ray has asked for the choice of a replica
@@ -45,14 +45,16 @@ class Ingress:
         log = ServerLog()
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ttl_dns_cache=10)
         self._session = aiohttp.ClientSession(connector=connector, trust_env=False, **client_session_options())
-        placement = RayPlacement(replicas)
+        placement = RayRequestPlacer(replicas)
         reader = RequestParser(load_router_tokenizer(router.tokenizer), frozenset(server.prompt_rule))
         self._decisions = decisions = DecisionLog(Path(router.decision_log)) if router.decision_log else None
-        self._state = state = GatewayState(router, server, self._session, reader, log, decisions, placement.placed)
+        self._state = state = GatewayState(
+            router, server, self._session, reader, log, decisions, placement.place_for_attempt
+        )
         if router.tokenizer == "auto":
             state.load_tokenizer_when_known(log)
         self._app = _without_request_id(build_gateway_app(state))
-        await placement.introduce_fleet(RayFleet(state.members.on_replicas_changed))
+        await placement.report_replicas_to(RayReplicaListing(state.members.on_replicas_changed))
         await state.members.seen.wait()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -82,7 +84,7 @@ def _without_request_id(app: ASGIApp) -> ASGIApp:
     return serve
 
 
-class RayPlacement:
+class RayRequestPlacer:
     """Places the requests of one ingress by `handle`, that of a deployment whose router is PrefixRequestRouter.
 
     A request goes from the ingress to the replica's server over HTTP, as from any router of this package. Beside it, a
@@ -93,21 +95,23 @@ class RayPlacement:
     def __init__(self, handle: Any) -> None:
         self._hold = handle.options(method_name="hold")
         self._greet = handle.options(method_name="greet")
-        self._fleet: RayFleet | None = None
+        self._fleet: RayReplicaListing | None = None
 
-    async def introduce_fleet(self, fleet: RayFleet) -> None:
+    async def report_replicas_to(self, fleet: RayReplicaListing) -> None:
         """Have Ray report its replicas to `fleet` from now on; return when the first replica runs."""
         self._fleet = fleet
         await self._greet.remote(FleetIntroduction(fleet))
 
     @asynccontextmanager
-    async def placed(self, proxy: ReplicaProxy, call: ProxiedCall) -> AsyncGenerator[RoutedInFlight]:
+    async def place_for_attempt(self, proxy: ReplicaProxy, call: ProxiedCall) -> AsyncGenerator[RoutedInFlight]:
         """Place a request for one attempt. Raises NoReplicaError."""
         fleet = self._fleet
         if fleet is None:
             raise NoReplicaError("Ray has not listed its replicas yet", reasons={})
         _check_candidates(proxy, call)
-        ticket = PlacementTicket(call.request_id, fleet, lambda names: proxy.place(call, time.monotonic(), names))
+        ticket = PlacementRequest(
+            call.request_id, fleet, lambda names: proxy.choose_and_record(call, time.monotonic(), names)
+        )
         lease = self._hold.remote(ticket)
         ticket.refused = lease.cancel
         try:
@@ -116,7 +120,7 @@ class RayPlacement:
             lease.cancel()
 
 
-async def _decision(proxy: ReplicaProxy, ticket: PlacementTicket) -> RoutedInFlight:
+async def _decision(proxy: ReplicaProxy, ticket: PlacementRequest) -> RoutedInFlight:
     """Return the decision of a ticket. Raises NoReplicaError, also if Ray does not ask for a decision."""
     try:
         async with asyncio.timeout(PLACE_SECONDS):
@@ -133,6 +137,8 @@ async def _decision(proxy: ReplicaProxy, ticket: PlacementTicket) -> RoutedInFli
 def _check_candidates(proxy: ReplicaProxy, call: ProxiedCall) -> None:
     """Raise NoReplicaError if no replica may serve the request: Ray would ask again and again."""
     endpoints = proxy.router.endpoints.values()
-    found, excluded = eligible_endpoints(endpoints, call.reading.request, time.monotonic(), frozenset(call.tried))
+    found, excluded = filter_endpoints_with_reasons(
+        endpoints, call.reading.request, time.monotonic(), frozenset(call.tried)
+    )
     if not found:
         raise NoReplicaError(f"none of {len(endpoints)} replicas may serve this request", reasons=excluded)

@@ -1,4 +1,4 @@
-"""PlacementTicket: one request's question to Ray's request router. RayFleet: the replicas that Ray lists.
+"""PlacementRequest: one request's question to Ray's request router. RayReplicaListing: the replicas that Ray lists.
 
 Ray calls its request router in a thread of its own, the router of this package lives on the event loop of the ingress.
 Both classes carry values from one to the other; neither blocks.
@@ -16,7 +16,7 @@ Place = Callable[[Collection[str]], RoutedInFlight]
 """Places a request at one of the named replicas, and records that. Raises NoReplicaError."""
 
 
-class RayFleet:
+class RayReplicaListing:
     """The replicas that Ray lists. Create it on the loop on which `changed` is to be called."""
 
     def __init__(self, changed: Callable[[Sequence[ReplicaAddress]], None]) -> None:
@@ -34,13 +34,13 @@ class RayFleet:
             self._changed([ReplicaAddress(url) for url in sorted(urls)])
 
 
-class PlacementTicket:
+class PlacementRequest:
     """One request for a placement. It is answered once: `decision` is the request at its replica, or the error.
 
     A replica receives `request_id` in its place.
     """
 
-    def __init__(self, request_id: str, fleet: RayFleet, place: Place) -> None:
+    def __init__(self, request_id: str, fleet: RayReplicaListing, place: Place) -> None:
         self.request_id = request_id
         self.fleet = fleet
         self.decision: asyncio.Future[RoutedInFlight] = fleet.loop.create_future()
@@ -75,7 +75,7 @@ class PlacementTicket:
 class FleetIntroduction:
     """A call that goes to any replica: by it Ray's request router gets to know the fleet before the first request."""
 
-    def __init__(self, fleet: RayFleet) -> None:
+    def __init__(self, fleet: RayReplicaListing) -> None:
         self.fleet = fleet
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -126,7 +126,7 @@ def application(engine: EngineOptions, server: ServerOptions, router: RouterOpti
     cpus = engine.threads or cpus_per_replica([int(node.get("CPU", 0)) for node in nodes], most)
     on_node = max([int(node.get("CPU", 0)) // cpus for node in nodes], default=1)
     gpus = 0 if engine.device == "cpu" else int(engine.device.startswith("cuda") or any("GPU" in n for n in nodes))
-    replica_server, router = with_replica_key(server, router)
+    replica_server, router = options_with_replica_key(server, router)
     settings = ReplicaSettings(engine, replica_server, cpus, min(max(on_node, 1), most))
     if most > router.replicas:
         scaling = {"num_replicas": None, "autoscaling_config": _autoscaling(router, most)}
@@ -178,7 +178,7 @@ def cpus_per_replica(nodes: list[int], replicas: int) -> int:
     return 1
 
 
-def with_replica_key(server: ServerOptions, router: RouterOptions) -> tuple[ServerOptions, RouterOptions]:
+def options_with_replica_key(server: ServerOptions, router: RouterOptions) -> tuple[ServerOptions, RouterOptions]:
     """Return the options of the replicas' servers, and the router's.
 
     If clients have keys, replicas check the same keys. Else only the router has one, which is made up here.

@@ -1,6 +1,6 @@
 """Subscriptions to replicas' KV events, and the choice between KV event index and approximate index per replica.
 
-ApproximateIndexFactory: the indexes of replicas without KV events, limited in blocks by an IndexBudget.
+ApproximateIndexFactory: the indexes of replicas without KV events, limited in blocks by an IndexBlockBudget.
 
 An approximate index takes up to 16 bytes per empty block and 130 per used one, in Python 35 and 370. Replicas report
 their numbers of blocks, which may be wrong: the blocks granted to one replica are not available to others.
@@ -43,7 +43,7 @@ class KVEventSubscriptions:
         self._consumers: dict[str, KVEventConsumer] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def open_index(self, member: MonitoredReplica) -> PrefixIndex:
+    def open_replica_index(self, member: MonitoredReplica) -> PrefixIndex:
         """Return the index of a replica's cache; subscribe to its events at the first call."""
         address = member.address
         if address.events is None or not self._names_tokens():
@@ -73,7 +73,7 @@ class KVEventSubscriptions:
         """
         consumer, endpoint = self._consumers.get(member.address.url), member.endpoint
         if consumer is None and endpoint is not None and member.address.events is not None and self._names_tokens():
-            endpoint.index = self.open_index(member)
+            endpoint.index = self.open_replica_index(member)
             return
         if consumer is None or endpoint is None:
             return
@@ -89,7 +89,7 @@ class KVEventSubscriptions:
         ):
             endpoint.index = consumer.index
 
-    def on_removed(self, url: str) -> None:
+    def on_removing(self, url: str) -> None:
         """End the subscription to a replica."""
         task = self._tasks.pop(url, None)
         if task is not None:
@@ -131,24 +131,24 @@ class ApproximateIndexFactory:
 
     def __init__(self, log: ServerLog, *, at_pick: bool = True, make_pool: MakePool = ModelledPool) -> None:
         self._at_pick, self._make_pool = at_pick, make_pool
-        self._budget = IndexBudget(log)
+        self._budget = IndexBlockBudget(log)
 
     def make(self, member: MonitoredReplica) -> ApproximateIndex:
         """Return an empty index of a replica's cache, of the size and with the eviction policy that it reports."""
         metrics, url = member.metrics, member.address.url
         policy = "2q" if metrics.kind == "headstart" else "lru"
-        num_blocks = self._budget.grant_blocks(url, member.modelled_cache_size[1])
-        allow = partial(self._budget.grow, url)
+        num_blocks = self._budget.grant_blocks(url, member.modelled_block_size_and_count[1])
+        allow = partial(self._budget.grow_block_grant, url)
         return ApproximateIndex(
             num_blocks, eviction_policy=policy, at_pick=self._at_pick, allow=allow, make_pool=self._make_pool
         )
 
-    def on_removed(self, url: str) -> None:
+    def on_removing(self, url: str) -> None:
         """Release the blocks of a removed replica."""
         self._budget.release(url)
 
 
-class IndexBudget:
+class IndexBlockBudget:
     """The blocks granted to replicas, by name."""
 
     def __init__(self, log: ServerLog) -> None:
@@ -174,7 +174,7 @@ class IndexBudget:
             )
         return granted
 
-    def grow(self, name: str, held: int, asked: int) -> int:
+    def grow_block_grant(self, name: str, held: int, asked: int) -> int:
         """Return the blocks of an index that was granted `held` and whose replica has proven to have `asked`.
 
         At most half of the remaining budget goes to one replica: one with false numbers leaves blocks for later ones.

@@ -19,7 +19,7 @@ from headstart.router.endpoint import ReplicaReport
 MAX_LINE = 65_536  # characters of a line of metrics; longer ones are skipped
 MAX_WANTED = 4 * MAX_LINE  # characters of all lines that are used; further ones are skipped
 MAX_BLOCK_SIZE = 65_536  # tokens; a larger value counts as not reported
-MAX_NUM_BLOCKS = 2**31 - 1  # of one replica; IndexBudget limits the index
+MAX_NUM_BLOCKS = 2**31 - 1  # of one replica; IndexBlockBudget limits the index
 MAX_DEFAULT_TOKENS = 2**31 - 1  # of an answer whose request sets no limit
 MAX_STEP_TOKENS = 2**20  # new tokens of a step; a larger value counts as not reported
 MAX_LOAD = 1e6  # requests waiting or running
@@ -81,7 +81,7 @@ class ScrapedMetrics:
     waiting_adapters: frozenset[str] = frozenset()
     max_adapters: int = 0
 
-    def to_report(self, at: float) -> ReplicaReport:
+    def to_replica_report(self, at: float) -> ReplicaReport:
         """Return the load in the router's type; `at` in seconds on its clock."""
         return ReplicaReport(
             at, self.waiting, self.running, self.kv_usage, self.adapters, self.waiting_adapters, self.max_adapters

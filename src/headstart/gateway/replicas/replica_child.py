@@ -114,7 +114,7 @@ class ReplicaChild:
         return f"ended with code {self.exit_code}" + (self.last_message and f" ({self.last_message})")
 
     @property
-    def seconds(self) -> float:
+    def uptime_seconds(self) -> float:
         """Seconds since its start."""
         return time.monotonic() - self._started_at
 

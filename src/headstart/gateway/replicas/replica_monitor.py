@@ -15,7 +15,7 @@ from typing import Protocol
 
 import aiohttp
 
-from headstart.gateway.proxy.request_reader import ServedModelName
+from headstart.gateway.proxy.request_reader import ResolvedModelName
 from headstart.gateway.replicas.probes import (
     ModelCard,
     ScrapedMetrics,
@@ -61,7 +61,7 @@ class MonitoredReplica:
         self.checks_keys: bool | None = None  # whether it refuses requests without a valid key; None: unknown
 
     @property
-    def modelled_cache_size(self) -> tuple[int, int]:
+    def modelled_block_size_and_count(self) -> tuple[int, int]:
         """The size of its blocks in tokens and their number, as its cache is modelled; 0: not reported.
 
         Smaller blocks than the usual ones are taken together, since each costs as much memory and time as a larger one.
@@ -80,7 +80,7 @@ class MonitoredReplica:
 class ReplicaObserver(Protocol):
     """The owner of a ReplicaMonitor."""
 
-    def open_index(self, member: MonitoredReplica) -> PrefixIndex:
+    def open_replica_index(self, member: MonitoredReplica) -> PrefixIndex:
         """Return the index of the cache of a replica that is first seen or was restarted."""
         ...
 
@@ -88,7 +88,7 @@ class ReplicaObserver(Protocol):
         """Called after every probe of a replica."""
         ...
 
-    def on_removed(self, url: str) -> None:
+    def on_removing(self, url: str) -> None:
         """Called before a replica is removed."""
         ...
 
@@ -131,7 +131,7 @@ class ReplicaMonitor:
         for url in [url for url, member in self.members.items() if wanted.get(url) != member.address]:
             self._tasks.pop(url).cancel()
             self._count(self.members.pop(url).state, "")
-            self._observer.on_removed(url)
+            self._observer.on_removing(url)
             self._router.remove(url)
             self._log.event("replica", {"replica": url, "state": "removed"}, text=f"replica {url}: removed")
         for url, address in wanted.items():
@@ -150,7 +150,7 @@ class ReplicaMonitor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def model_cards(self) -> list[ModelCard]:
+    def distinct_model_cards(self) -> list[ModelCard]:
         """Return the models that any replica serves, each once."""
         found: dict[str, ModelCard] = {}
         for member in self.members.values():
@@ -159,16 +159,16 @@ class ReplicaMonitor:
                     found.setdefault(card.id, card)
         return list(found.values())
 
-    def served_models(self) -> dict[str, ServedModelName]:
+    def served_models(self) -> dict[str, ResolvedModelName]:
         """Return the model and adapter of each model name, with the longest context of its replicas."""
-        found: dict[str, ServedModelName] = {}
+        found: dict[str, ResolvedModelName] = {}
         lengths: dict[str, list[int]] = {}
         own: dict[str, list[bool]] = {}
         for member in self.members.values():
             for card in member.models:
                 found.setdefault(
                     card.id,
-                    ServedModelName(member.base_model, card.id if card.parent else None, card.default_max_tokens),
+                    ResolvedModelName(member.base_model, card.id if card.parent else None, card.default_max_tokens),
                 )
                 own.setdefault(card.id, []).append(card.fields.get("owned_by") == "headstart")
                 lengths.setdefault(card.id, []).append(card.max_model_len)
@@ -196,7 +196,7 @@ class ReplicaMonitor:
                     await self._probe(member)
                     self._observer.on_probed(member)
                 except Exception as error:  # an error at one replica must not stop the probes of the others
-                    self._log.failure("replica_look_failed", error, member.address.url)
+                    self._log.log_exception("replica_look_failed", error, member.address.url)
             if not self._num_new:
                 self.seen.set()
             is_up, num_others = member.state == "up", len(self.members) - self._num_up
@@ -270,8 +270,8 @@ class ReplicaMonitor:
         if first:
             member.endpoint = endpoint = Endpoint(
                 member.address.url,
-                self._observer.open_index(member),
-                block_size=member.modelled_cache_size[0] or DEFAULT_BLOCK,
+                self._observer.open_replica_index(member),
+                block_size=member.modelled_block_size_and_count[0] or DEFAULT_BLOCK,
             )
         else:
             assert member.endpoint is not None
@@ -307,7 +307,7 @@ class ReplicaMonitor:
         member.metrics = found
         if endpoint is None:
             return True
-        endpoint.reported = found.to_report(time.monotonic())
+        endpoint.reported = found.to_replica_report(time.monotonic())
         if (found.block_size, found.num_blocks) != (before.block_size, before.num_blocks) and found.num_blocks:
             self._reset(member, endpoint)  # it was restarted between two probes
         return True
@@ -322,7 +322,7 @@ class ReplicaMonitor:
 
     def _reset(self, member: MonitoredReplica, endpoint: Endpoint) -> None:
         endpoint.reset_for_block_size(
-            member.modelled_cache_size[0] or endpoint.block_size, self._observer.open_index(member)
+            member.modelled_block_size_and_count[0] or endpoint.block_size, self._observer.open_replica_index(member)
         )
         url, state = member.address.url, "started again, its cache is empty"
         self._log.event("replica", {"replica": url, "state": state}, text=f"replica {url}: {state}")

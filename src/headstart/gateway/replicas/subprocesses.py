@@ -44,9 +44,9 @@ class StartupProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._log.status("")
+        self._log.show_status_line("")
 
-    def record_started(self, name: str) -> None:
+    def record_process_started(self, name: str) -> None:
         """Record that this replica's process was started."""
         self._states[name] = "loading"
         self._report(f"replica {name} is loading")
@@ -67,7 +67,7 @@ class StartupProgress:
         loading = [name for name, state in self._states.items() if state == "loading"]
         more = ", ..." if len(loading) > _MAX_NAMES else ""
         shown = f", loading {', '.join(loading[:_MAX_NAMES])}{more}" if loading else ""
-        self._log.status(f"starting replicas: {self._ready} ready{shown}")
+        self._log.show_status_line(f"starting replicas: {self._ready} ready{shown}")
 
 
 class LocalReplicas:
@@ -116,7 +116,7 @@ class LocalReplicas:
         """Process ids of the replicas that take requests now, by their URLs."""
         return {child.address.url: child.pid for child in self._children if child.address and child.accepts_requests}
 
-    async def watch(self, changed: Changed) -> None:
+    async def report_changes(self, changed: Changed) -> None:
         """As Discovery.watch. Raises ConfigError with a replica's message if it first ends with exit code 2."""
         loop, sighup = asyncio.get_running_loop(), asyncio.Event()
         with suppress(RuntimeError, ValueError):  # not in the main thread: no SIGHUP is received
@@ -165,7 +165,7 @@ class LocalReplicas:
         """Start processes and wait until each is ready or over. Raises ConfigError as `watch` does."""
         for slot in slots:
             slot.child = self._start(slot)
-            progress.record_started(slot.name)
+            progress.record_process_started(slot.name)
 
         async def settled(slot: "_Slot") -> None:
             await slot.child.settled.wait()
@@ -257,7 +257,7 @@ class _Slot:
 
     def next_delay(self, ended: ReplicaChild) -> float:
         """Return the seconds to wait now; the next delay is twice as long, unless the replica runs long."""
-        if ended.seconds >= STEADY_SECONDS:
+        if ended.uptime_seconds >= STEADY_SECONDS:
             self._backoff = self._first_backoff
         delay, self._backoff = self._backoff, min(2 * self._backoff, MAX_BACKOFF)
         return delay

@@ -62,12 +62,12 @@ class ConnectionTable:
 def max_server_connections(max_queued_requests: int, *, files_each: int) -> int:
     """Return the cap on connections of a server that needs `files_each` file descriptors per connection.
 
-    Twice the requests that may wait, at least MIN_CONNECTIONS, and no more than `max_connections_by_open_files`.
+    Twice the requests that may wait, at least MIN_CONNECTIONS, and no more than `raise_connection_limit`.
     """
-    return min(max(MIN_CONNECTIONS, 2 * max_queued_requests), max_connections_by_open_files(files_each=files_each))
+    return min(max(MIN_CONNECTIONS, 2 * max_queued_requests), raise_connection_limit(files_each=files_each))
 
 
-def max_connections_by_open_files(*, files_each: int) -> int:
+def raise_connection_limit(*, files_each: int) -> int:
     """Return the number of connections that the process's limit on open files allows, at least 16.
 
     The soft limit is raised to the hard one first: the usual 1024 is too few for the streams of one server.

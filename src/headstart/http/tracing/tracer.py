@@ -66,7 +66,7 @@ class Tracer:
         is_sampled = self._exporter.is_sampled(trace_id, parent)
         return RequestTrace(root, trace_id, is_sampled=is_sampled, state="" if parent is None else parent.state)
 
-    def end(self, record: AccessRecord, now: float) -> None:
+    def end_trace(self, record: AccessRecord, now: float) -> None:
         """Complete the trace of a request that has ended, and queue it for export."""
         trace = record.trace
         if trace is None or not trace.is_sampled:
@@ -105,7 +105,7 @@ class Tracer:
             try:
                 is_accepted = self._exporter.export(batch)
             except Exception as error:  # not expected; later traces may pass
-                self._log.failure("internal_error", error, "")
+                self._log.log_exception("internal_error", error, "")
                 is_accepted = False
             self._num_taken += num_spans
             if is_accepted:

@@ -40,7 +40,7 @@ class DecodeGroup(NamedTuple):
     pages: Tensor
 
 
-class PrefillReads(NamedTuple):
+class PrefillChunkReads(NamedTuple):
     """Tokens [begin, end) of one chunk, the first at position `start`; its pages begin at position `first_key`."""
 
     begin: int
@@ -57,7 +57,7 @@ class AttentionPlan(NamedTuple):
     tokens: Tensor | None  # [Rd] int64: the packed row of each decode row, in the plan's order
     buckets: list[DecodeBucket]
     groups: list[DecodeGroup]
-    prefills: list[PrefillReads]
+    prefills: list[PrefillChunkReads]
 
 
 class _Row(NamedTuple):
@@ -74,8 +74,8 @@ def plan_attention_reads(step: StepInputs, kv: PagedKV, window: int | None) -> A
     """Plan the reads of `step` with `window` (None: whole prefixes). Changes nothing."""
     pages = _PageRows(kv)
     rows: list[_Row] = []
-    prefills: list[PrefillReads] = []
-    for index in range(step.num_rows):
+    prefills: list[PrefillChunkReads] = []
+    for index in range(step.num_chunks):
         begin, end = int(step.qo_indptr[index]), int(step.qo_indptr[index + 1])
         start = int(step.starts[index])
         table = step.kv_indices[step.kv_indptr[index] : step.kv_indptr[index + 1]]
@@ -86,7 +86,7 @@ def plan_attention_reads(step: StepInputs, kv: PagedKV, window: int | None) -> A
             rows.append(_Row(begin, start, first_key, first_page, table))
         else:
             first = first_page * kv.block_size
-            prefills.append(PrefillReads(begin, end, start, first, len(table), pages.of(table)))
+            prefills.append(PrefillChunkReads(begin, end, start, first, len(table), pages.of(table)))
     if not rows:
         return AttentionPlan(None, [], [], prefills)
     shared = _shared(rows, kv) if window is None else []

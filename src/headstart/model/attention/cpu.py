@@ -14,7 +14,7 @@ from torch import Tensor
 from headstart.core.errors import ConfigError
 from headstart.model.kernels.attention import AttentionCall, PackedPlan, StepTables, plan_step_attention
 from headstart.model.kernels.library import find_kernels, num_kernel_threads
-from headstart.model.packed_kv import PackedKV, call_with_writes, contiguous_heads
+from headstart.model.packed_kv import PackedKV, attention_call_with_writes, contiguous_heads
 from headstart.model.paged_kv import TokenKVShape
 from headstart.model.step_inputs import StepInputs
 
@@ -139,7 +139,7 @@ class CPUAttentionStep:
 
         Raises ValueError if the step has another number of tokens.
         """
-        call = call_with_writes(prepared, self._writes)
+        call = attention_call_with_writes(prepared, self._writes)
         found = self._prepared(call.window, call.group)
         call.plan, call.tables = found.plan.data.ctypes.data, self._arrays[3].ctypes.data
         call.parts, call.part_sums = found.parts.ctypes.data, found.part_sums.ctypes.data
@@ -156,7 +156,7 @@ class CPUAttentionStep:
             kv = self.backend.kv
             tables = StepTables(
                 *(array.ctypes.data for array in self._arrays),
-                self._step.num_rows,
+                self._step.num_chunks,
                 kv.block_size,
                 window,
                 group,

@@ -11,7 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.model.attention.attention_plan import AttentionPlan, DecodeBucket, PrefillReads, plan_attention_reads
+from headstart.model.attention.attention_plan import (
+    AttentionPlan,
+    DecodeBucket,
+    PrefillChunkReads,
+    plan_attention_reads,
+)
 from headstart.model.paged_kv import PagedKV, TokenKVShape
 from headstart.model.step_inputs import StepInputs
 
@@ -75,7 +80,7 @@ class ReferenceAttentionStep:
     ) -> Tensor:
         heads = self._backend.kv.shape.num_kv_heads
         scoring = ScoreParams(scale, softcap, None if sinks is None else sinks.float().view(heads, -1))
-        self._backend.kv.write(layer, keys, values, self._step.writes)
+        self._backend.kv.write_layer(layer, keys, values, self._step.writes)
         plan = self._plans.get(window)
         if plan is None:
             plan = self._plans[window] = plan_attention_reads(self._step, self._backend.kv, window)
@@ -135,7 +140,7 @@ class ReferenceAttentionStep:
         layer: int,
         queries: Tensor,
         out: Tensor,
-        prefill: PrefillReads,
+        prefill: PrefillChunkReads,
         window: int | None,
         scoring: ScoreParams,
     ) -> None:

@@ -20,7 +20,7 @@ from headstart.core.cache.block_store import Data
 from headstart.model.cuda.cuda_kv import CudaKV
 from headstart.model.cuda.decoder_pass import DECODES, GROUPS, MIXED, CudaDecoder, PassResult
 from headstart.model.cuda.device_sampling import DeviceSampler
-from headstart.model.cuda.staged_sampling import StagedParams
+from headstart.model.cuda.staged_sampling import StagedParamsLayout
 from headstart.model.cuda.steady_decodes import SteadyDecodes
 from headstart.model.cuda.step_graphs import GraphKey, StepGraphs, longest_graph_tokens
 from headstart.model.cuda.step_plan import PackedStepChunks, StepArrayLayout, StepPlanner
@@ -28,7 +28,7 @@ from headstart.model.grammar.grammar_compiler import CachingGrammarCompiler
 from headstart.model.grammar.grammar_rows import GrammarRows
 from headstart.model.kv_writes import Int32s
 from headstart.model.layers.decoder import Decoder
-from headstart.model.step_inputs import PackedChunks, StepInputRanges, chunk_problems, pack_chunks
+from headstart.model.step_inputs import PackedChunks, StepInputBounds, chunk_problems, pack_chunks
 from headstart.model.weights.model_loader import LoadedModel
 
 META_INTS = 1 << 20  # room for the array of a step
@@ -48,7 +48,7 @@ class _Pass:
     where: list[int]  # their indices in the batch
     indptr: Int32s
     sampled: list[int]  # indices in `chunks`
-    staged: StagedParams
+    staged: StagedParamsLayout
     answer: Tensor  # pinned: the sampler's answer, then whether each token's hidden states are finite
     done: "torch.cuda.Event | None"
     num_answers: int = 0  # ints of the sampler's answer
@@ -105,7 +105,7 @@ class CudaRunner:
         self.graphs = StepGraphs(self.kv, max_rows=max_rows, max_tokens=max_graph_tokens)
         rows = None if grammars is None else GrammarRows(grammars, torch.get_num_threads())
         self.sampler = DeviceSampler(loaded.vocab_size, seed=seed, grammars=rows)
-        self._bounds = StepInputRanges(num_blocks, block_size, loaded.vocab_size, max_positions)
+        self._bounds = StepInputBounds(num_blocks, block_size, loaded.vocab_size, max_positions)
         self.planner = StepPlanner(
             page=block_size,
             group=config.num_heads // config.num_kv_heads,
@@ -142,7 +142,7 @@ class CudaRunner:
         step = SubmittedStep(began, batch.finished, [None] * len(batch.chunks), [], [-1] * len(batch.chunks))
         previous = self._flying[-1].outputs if self._flying else []
         where = list(range(len(batch.chunks)))
-        ready = self._steady.advance(batch.chunks, previous)
+        ready = self._steady.try_advance(batch.chunks, previous)
         if ready is not None:
             step.passes.append(self._launch_pass(step, list(batch.chunks), where, ready))
             self._flying.append(step)
@@ -196,7 +196,7 @@ class CudaRunner:
             layout = StepArrayLayout(key.rows, key.rows, key.outputs)
             self._meta.zero_()
             self._meta[layout.slots_offset : layout.slots_offset + key.rows] = -1
-            self._meta[layout.previous_offset : layout.previous_offset + key.rows] = -1
+            self._meta[layout.previous_rows_offset : layout.previous_rows_offset + key.rows] = -1
             with self._device():
                 self.graphs.capture_graph(key, lambda key=key, layout=layout: self._run(layout, key.kind))
 
@@ -264,7 +264,7 @@ class CudaRunner:
             padded, outputs = (None, len(selected)) if key is None else (key.rows, key.outputs)
             options: dict[str, Any] = dict(padded=padded, tile_rows=tile_rows, selected=selected, outputs=outputs)
             if only_decodes:
-                planned = self._steady.reserve_room(planned)
+                planned = self._steady.with_table_room(planned)
                 layout = self.planner.fill(memory, planned, **options)
                 self._steady.remember(chunks, planned, memory, layout)
             else:
@@ -277,7 +277,7 @@ class CudaRunner:
             key = self.graphs.find_padded_key(GROUPS, len(chunks), 0)
         kind = (DECODES if layout.needs_no_merge_pass else GROUPS) if only_decodes else MIXED
         some = [chunks[index] for index in sampled]
-        staged = self.sampler.stage(some, memory[layout.total :]) if some else StagedParams(0)
+        staged = self.sampler.stage(some, memory[layout.total :]) if some else StagedParamsLayout(0)
         used = layout.total + staged.used
         self._meta[:used].copy_(staging[:used], non_blocking=True)
         if key is None:
@@ -314,7 +314,9 @@ class CudaRunner:
         for index, chunk in enumerate(chunks):
             if chunk.sampling.prompt_logprobs is not None:  # waits for the device
                 own = result.hidden[int(one.indptr[index]) : int(one.indptr[index + 1])]
-                one.prompt_rows[index] = self.sampler.sampler.prompt_logprobs_row(self.decoder.logits, own, chunk)
+                one.prompt_rows[index] = self.sampler.sampler.prompt_logprobs_of_chunk(
+                    self.decoder.logits_from_hidden, own, chunk
+                )
 
     def _finish(self, step: SubmittedStep, one: _Pass) -> None:
         """Wait for a pass and fill in its rows."""
@@ -328,7 +330,7 @@ class CudaRunner:
             rows = [RowResult() if ok else _NOT_FINITE for ok in finite]
         if one.sampled and one.logits is not None:
             some = [one.chunks[index] for index in one.sampled]
-            found = self.sampler.collect_results(answer[: one.num_answers], one.staged, some, one.logits)
+            found = self.sampler.finish_sampling(answer[: one.num_answers], one.staged, some, one.logits)
             for index, row in zip(one.sampled, found, strict=True):
                 if rows[index].error is None:
                     rows[index] = row

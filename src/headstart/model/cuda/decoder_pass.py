@@ -25,7 +25,7 @@ from headstart.model.cuda.triton_attention import (
 from headstart.model.cuda.triton_rotary import rotate_and_append_kv
 from headstart.model.layers.decoder import Decoder, LayerWeights
 from headstart.model.layers.linear import Linear
-from headstart.model.layers.rotary import inverse_frequencies
+from headstart.model.layers.rotary import inverse_frequencies_and_scale
 
 DECODES, GROUPS, MIXED = "decodes", "groups", "mixed"  # kinds of pass: what it launches for attention
 TILES = (4, 2048, 4)  # of products of one row: outputs and inputs at once, warps; measured on an H100
@@ -66,7 +66,7 @@ class CudaDecoder:
         shape = (config.num_heads, config.num_kv_heads, config.head_dim)
         self._logits = torch.empty(MOST_LOGITS, config.vocab_size, dtype=kv.dtype, device=self.device)
         self.parts = allocate_partial_results(self.max_parts, *shape, self.device)
-        frequencies, factor = inverse_frequencies(config.rope)
+        frequencies, factor = inverse_frequencies_and_scale(config.rope)
         angles = torch.arange(max_positions)[:, None].float() * frequencies
         self.angles = (angles.cos() * factor).to(self.device), (angles.sin() * factor).to(self.device)
         self._norms = [_head_norms(layer) for layer in decoder.layers]
@@ -97,7 +97,7 @@ class CudaDecoder:
         logits = self._step_logits(hidden.index_select(0, meta[layout.selected_offset :][: layout.outputs]))
         return PassResult(hidden, logits, _best(logits), finite)
 
-    def logits(self, rows: Tensor) -> Tensor:
+    def logits_from_hidden(self, rows: Tensor) -> Tensor:
         """Return the logits [n, V] of normalised rows."""
         return self._product(rows, self.decoder.head)
 
@@ -118,7 +118,7 @@ class CudaDecoder:
         config, pdl, count = self.config, self.pdl, layout.rows
         eps = config.rms_norm_eps
         positions, slots = meta[layout.positions_offset :][:count], meta[layout.slots_offset :][:count]
-        tokens, previous = meta[layout.tokens_offset :][:count], meta[layout.previous_offset :][:count]
+        tokens, previous = meta[layout.tokens_offset :][:count], meta[layout.previous_rows_offset :][:count]
         stream = triton_layers.embed_tokens(tokens, previous, sampled, self.embedding, pdl=pdl)
         layers = self.decoder.layers
         rows = triton_layers.add_rms_norm(stream, _norm(layers[0].qkv), eps, pdl=pdl)
@@ -141,7 +141,7 @@ class CudaDecoder:
         """Return the stream [1, hidden] behind the last layer and the logits, for a step of one token."""
         config, pdl, eps = self.config, self.pdl, self.config.rms_norm_eps
         step = (meta[layout.positions_offset :], meta[layout.slots_offset :], meta[layout.singles_offset :])
-        tokens, previous = meta[layout.tokens_offset :][:1], meta[layout.previous_offset :][:1]
+        tokens, previous = meta[layout.tokens_offset :][:1], meta[layout.previous_rows_offset :][:1]
         stream = triton_layers.embed_tokens(tokens, previous, sampled, self.embedding, pdl=pdl)
         out = stream.new_empty(1, config.num_heads, config.head_dim)
 
@@ -202,7 +202,10 @@ class CudaDecoder:
         if side is not None and main is not None:
             main.wait_stream(side)
         if layout.merged:
-            tokens, firsts = meta[layout.merged_tokens_offset :][: layout.merged], meta[layout.first_parts_offset :]
+            tokens, firsts = (
+                meta[layout.merged_tokens_offset :][: layout.merged],
+                meta[layout.first_part_indices_offset :],
+            )
             triton_attention.merge_partial_results(self.parts, out, tokens, firsts, scoring.sinks, pdl=pdl)
 
 

@@ -24,8 +24,8 @@ from headstart.model.cuda.staged_sampling import (
     LOW_BITS,
     NOTHING,
     NeededFilters,
-    SampledRow,
-    StagedParams,
+    RowToSample,
+    StagedParamsLayout,
     pack_params,
 )
 from headstart.model.grammar.grammar_rows import MASK_BITS, GrammarRows
@@ -60,24 +60,24 @@ class DeviceSampler:
         self.sampler.drop(request_ids)
         self._wide.difference_update(request_ids)
 
-    def stage(self, chunks: Sequence[Chunk], room: npt.NDArray[np.int32]) -> StagedParams:
+    def stage(self, chunks: Sequence[Chunk], room: npt.NDArray[np.int32]) -> StagedParamsLayout:
         """Write what the device needs for these chunks, each with at least one logit, into `room` from its beginning.
 
         If that does not fit, nothing is written, and `rows` samples all of them on the host.
         """
         num_rows = sum(chunk.num_logits for chunk in chunks)
         if not any(map(self.sampler.needs_more_than_argmax, chunks)):
-            return StagedParams(num_rows)
+            return StagedParamsLayout(num_rows)
         rows, redo = self._sampled_rows(chunks)
         width = _NUCLEUS_WIDTH if self._wide.isdisjoint(c.request_id for c in chunks) else self._vocab_size
         staged, arrays = pack_params(rows, self._vocab_size, width)
         if staged.used > len(room):
-            return StagedParams(num_rows, redo=frozenset(range(len(chunks))))
+            return StagedParamsLayout(num_rows, redo=frozenset(range(len(chunks))))
         if arrays:
             np.concatenate(arrays, out=room[: staged.used])
         return staged._replace(num_rows=num_rows, redo=frozenset(redo))
 
-    def launch(self, logits: Tensor, params: Tensor, staged: StagedParams) -> Tensor:
+    def launch(self, logits: Tensor, params: Tensor, staged: StagedParamsLayout) -> Tensor:
         """Return the int32 answer on the device: first the tokens [R], each a valid id, even of rows that fail.
 
         `logits` [R, V] may have rows behind those that are staged, and are not modified; `params` is a copy of
@@ -86,7 +86,7 @@ class DeviceSampler:
         count = len(logits)
         values, best = logits.max(dim=-1)  # NaN propagates
         end = staged.num_answer_planes * count
-        answer = torch.empty(end + staged.num_logprob_entries, dtype=torch.int32, device=logits.device)
+        answer = torch.empty(end + staged.num_logprob_values, dtype=torch.int32, device=logits.device)
         tokens = answer[:count]
         tokens.copy_(best)
         answer[count : 2 * count].view(torch.float32).copy_(values)
@@ -105,8 +105,8 @@ class DeviceSampler:
                     to[part] = values
         return answer
 
-    def collect_results(
-        self, answer: npt.NDArray[np.int32], staged: StagedParams, chunks: Sequence[Chunk], logits: Tensor
+    def finish_sampling(
+        self, answer: npt.NDArray[np.int32], staged: StagedParamsLayout, chunks: Sequence[Chunk], logits: Tensor
     ) -> list[RowResult]:
         """Return the row of each chunk from the answer of `launch`. `logits` are read only for rows to sample again.
 
@@ -138,9 +138,11 @@ class DeviceSampler:
                 rows[i] = row
         return rows
 
-    def _found(self, answer: npt.NDArray[np.int32], staged: StagedParams) -> tuple[list[RowResult], list[int] | None]:
+    def _found(
+        self, answer: npt.NDArray[np.int32], staged: StagedParamsLayout
+    ) -> tuple[list[RowResult], list[int] | None]:
         """Return the row of each row of logits, and the flags if there are any."""
-        end = len(answer) - staged.num_logprob_entries
+        end = len(answer) - staged.num_logprob_values
         planes = answer[:end].reshape(staged.num_answer_planes, -1)[:, : staged.num_rows]
         tokens = planes[0].tolist()
         found = [RowResult((token,)) for token in tokens]
@@ -159,7 +161,7 @@ class DeviceSampler:
             found[row] = RowResult(error=NOT_FINITE)
         return found, planes[2].tolist() if len(planes) > 2 and planes[2].any() else None
 
-    def _sampled_rows(self, chunks: Sequence[Chunk]) -> tuple[list[SampledRow], set[int]]:
+    def _sampled_rows(self, chunks: Sequence[Chunk]) -> tuple[list[RowToSample], set[int]]:
         """Return the rows that need more than their best token, and the chunks that cannot be sampled here."""
         redo: set[int] = set()
         constrained = [at for at, chunk in enumerate(chunks) if chunk.sampling.grammar is not None]
@@ -167,7 +169,7 @@ class DeviceSampler:
             redo |= {at for at in constrained if chunks[at].num_logits > 1}
             constrained = [at for at in constrained if at not in redo]
             redo |= {constrained[at] for at in self._grammars.compute_masks([chunks[at] for at in constrained])}
-        rows: list[SampledRow] = []
+        rows: list[RowToSample] = []
         first = 0
         for at, chunk in enumerate(chunks):
             try:
@@ -178,17 +180,17 @@ class DeviceSampler:
             first += chunk.num_logits
         return rows, redo
 
-    def _rows_of(self, chunk: Chunk, first: int) -> list[SampledRow]:
+    def _rows_of(self, chunk: Chunk, first: int) -> list[RowToSample]:
         """Return the rows of one chunk: behind each draft as if the drafts before it had come one by one."""
         edits, s = self.sampler.edits, chunk.sampling
-        rows: list[SampledRow] = []
+        rows: list[RowToSample] = []
         for ahead in range(chunk.num_logits):
-            one, edited = chunk, edits.needs_edit(chunk)
+            one, edited = chunk, edits.row_needs_edits(chunk)
             if edited and ahead:
                 one = chunk._replace(history=chunk.history + VerifiedChunk(chunk, first).drafts[:ahead])
-                edited = edits.needs_edit(one)
+                edited = edits.row_needs_edits(one)
             uniform = None if is_greedy(s) else self.sampler.uniform(chunk, ahead)
-            rows.append(SampledRow(first + ahead, s, edits.row_edits(one) if edited else None, uniform))
+            rows.append(RowToSample(first + ahead, s, edits.row_edits(one) if edited else None, uniform))
         return rows
 
 
@@ -196,7 +198,7 @@ def _accepted(chunk: Chunk, own: list[RowResult]) -> RowResult:
     """Return the rows of one chunk up to the first token that differs from its draft."""
     verified = VerifiedChunk(chunk, 0)
     for row in own:
-        if not verified.add_row(row):
+        if not verified.add_sampled_row(row):
             break
     return verified.result()
 
@@ -209,7 +211,7 @@ def _as_staged(chunk: Chunk) -> Chunk:
     return chunk._replace(history=chunk.history[:num_known], from_previous=None)
 
 
-def _choose(work: Tensor, params: Tensor, staged: StagedParams) -> tuple[Tensor, Tensor]:
+def _choose(work: Tensor, params: Tensor, staged: StagedParamsLayout) -> tuple[Tensor, Tensor]:
     """Return the tokens and flags of the gathered rows [W, V] (float32), which are overwritten."""
     tokens = torch.zeros(len(work), dtype=torch.int64, device=work.device)
     flags = torch.zeros(len(work), dtype=torch.int32, device=work.device)
@@ -229,7 +231,7 @@ def _choose(work: Tensor, params: Tensor, staged: StagedParams) -> tuple[Tensor,
     return tokens, flags
 
 
-def _edit(work: Tensor, params: Tensor, staged: StagedParams) -> None:
+def _edit(work: Tensor, params: Tensor, staged: StagedParamsLayout) -> None:
     """Do the same as LogitEdits.apply."""
     flat, width = work.view(-1), work.shape[-1]
 
@@ -292,7 +294,7 @@ def _cumsum(rows: Tensor) -> Tensor:
     return rows.cumsum(dim=-1) if len(rows) > 1 else rows.expand(2, -1).cumsum(dim=-1)[:1]
 
 
-def _entry_parts(entries: Tensor, staged: StagedParams) -> tuple[Tensor, Tensor, Tensor]:
+def _entry_parts(entries: Tensor, staged: StagedParamsLayout) -> tuple[Tensor, Tensor, Tensor]:
     """Return the parts of an answer behind its planes: [asked] of tokens, values and ids [asked, num_top]."""
     asked, top = len(staged.num_tops), staged.num_top
     own, tops, ids = entries.split([asked, asked * top, asked * top])

@@ -25,7 +25,7 @@ class NeededFilters(NamedTuple):
     width: int  # number of best probabilities to take, for top_k and top_p
 
 
-class StagedParams(NamedTuple):
+class StagedParamsLayout(NamedTuple):
     """Where the parameters of a step are in `room[:used]`, and what its rows need."""
 
     num_rows: int  # of logits
@@ -50,7 +50,7 @@ class StagedParams(NamedTuple):
         return 2 if self.order == NOTHING else 3
 
     @property
-    def num_logprob_entries(self) -> int:
+    def num_logprob_values(self) -> int:
         """Numbers behind the planes: log-probabilities of tokens and alternatives, ids of alternatives."""
         return len(self.num_tops) * (1 + 2 * self.num_top)
 
@@ -60,7 +60,7 @@ class StagedParams(NamedTuple):
         return bool(self.redo) or self.num_edited > 0 or self.filters.top_p
 
 
-class SampledRow(NamedTuple):
+class RowToSample(NamedTuple):
     """One row of the logits that needs more than its best token."""
 
     row: int
@@ -70,8 +70,8 @@ class SampledRow(NamedTuple):
 
 
 def pack_params(
-    rows: list[SampledRow], vocab_size: int, width: int
-) -> tuple[StagedParams, list[npt.NDArray[np.int32]]]:
+    rows: list[RowToSample], vocab_size: int, width: int
+) -> tuple[StagedParamsLayout, list[npt.NDArray[np.int32]]]:
     """Return where the parameters of these rows are, and the parameters. `width` is that of top_p sets.
 
     Of the result `num_rows` and `redo` are left to the caller.
@@ -96,7 +96,7 @@ def pack_params(
     high_low = [divmod(int(row.uniform * 2**53), 2**LOW_BITS) for row in drawn if row.uniform is not None]
     floats = np.array([(s.temperature, s.top_p, s.min_p) for s in params], np.float32).T.ravel()
     ints = np.array([(k, *pair) for k, pair in zip(top_ks, high_low, strict=True)], np.int32).T.ravel()
-    staged = StagedParams(
+    staged = StagedParamsLayout(
         num_rows=0,
         order=order,
         num_edited=len(edits),
@@ -119,7 +119,7 @@ def pack_params(
     return staged, parts.arrays
 
 
-def _place(row: SampledRow) -> tuple[bool, bool, bool]:
+def _place(row: RowToSample) -> tuple[bool, bool, bool]:
     """Return the sort key that puts edited rows first, drawn rows last, and rows with a mask side by side."""
     masked = row.edits is not None and row.edits.allowed is not None
     drawn = row.uniform is not None

@@ -13,7 +13,7 @@ import numpy as np
 
 from headstart.core.batch import Chunk
 from headstart.model.cuda.step_plan import ITEM, Ints, PackedStepChunks, StepArrayLayout
-from headstart.model.step_inputs import StepInputRanges
+from headstart.model.step_inputs import StepInputBounds
 
 
 class _Row(NamedTuple):
@@ -38,14 +38,14 @@ class _Moved(NamedTuple):
 class SteadyDecodes:
     """The last step of decodes that was planned, and how to go on from it."""
 
-    def __init__(self, bounds: StepInputRanges, split: int) -> None:
+    def __init__(self, bounds: StepInputBounds, split: int) -> None:
         """`split`: keys of a partial result; when a sequence begins another one, the step is planned anew."""
         self._bounds, self._split = bounds, split
         self._rows: list[_Row] = []
         self._memory, self._layout = np.zeros(0, np.int32), StepArrayLayout(0, 0, 0)
         self._last_ends = np.zeros(0, np.intp)
 
-    def reserve_room(self, rows: PackedStepChunks) -> PackedStepChunks:
+    def with_table_room(self, rows: PackedStepChunks) -> PackedStepChunks:
         """Return a step of decodes whose tables have room until each sequence begins another partial result."""
         page = self._bounds.block_size
         pages = np.diff(rows.table_ptr)
@@ -73,7 +73,7 @@ class SteadyDecodes:
         """Plan the next step anew."""
         self._rows = []
 
-    def advance(self, chunks: Sequence[Chunk], previous: Sequence[int]) -> tuple[Ints, StepArrayLayout] | None:
+    def try_advance(self, chunks: Sequence[Chunk], previous: Sequence[int]) -> tuple[Ints, StepArrayLayout] | None:
         """Return the array of a step and its layout if it goes on from the step before, else None.
 
         `previous` are the rows of tokens sampled before, by chunk. The array is valid until the next call.
@@ -85,7 +85,7 @@ class SteadyDecodes:
         memory[layout.tokens_offset : layout.tokens_offset + count] = found.tokens
         memory[layout.positions_offset : layout.positions_offset + count] += 1
         memory[layout.slots_offset : layout.slots_offset + count] = found.slots
-        memory[layout.previous_offset : layout.previous_offset + count] = found.before
+        memory[layout.previous_rows_offset : layout.previous_rows_offset + count] = found.before
         memory[self._last_ends] += 1
         for at, block in found.blocks:
             memory[at] = block

@@ -47,31 +47,31 @@ class StepArrayLayout(NamedTuple):
 
     @property
     def positions_offset(self) -> int:
-        return HEADER + align_to_16_bytes(self.rows)
+        return HEADER + pad_int32s_to_16_bytes(self.rows)
 
     @property
     def slots_offset(self) -> int:
-        return HEADER + 2 * align_to_16_bytes(self.rows)
+        return HEADER + 2 * pad_int32s_to_16_bytes(self.rows)
 
     @property
-    def previous_offset(self) -> int:
-        return HEADER + 3 * align_to_16_bytes(self.rows)
+    def previous_rows_offset(self) -> int:
+        return HEADER + 3 * pad_int32s_to_16_bytes(self.rows)
 
     @property
     def merged_tokens_offset(self) -> int:
-        return HEADER + 4 * align_to_16_bytes(self.rows)
+        return HEADER + 4 * pad_int32s_to_16_bytes(self.rows)
 
     @property
-    def first_parts_offset(self) -> int:
-        return self.merged_tokens_offset + align_to_16_bytes(self.merged)
+    def first_part_indices_offset(self) -> int:
+        return self.merged_tokens_offset + pad_int32s_to_16_bytes(self.merged)
 
     @property
     def selected_offset(self) -> int:
-        return self.first_parts_offset + align_to_16_bytes(self.merged + 1)
+        return self.first_part_indices_offset + pad_int32s_to_16_bytes(self.merged + 1)
 
     @property
     def singles_offset(self) -> int:
-        return self.selected_offset + align_to_16_bytes(self.outputs)
+        return self.selected_offset + pad_int32s_to_16_bytes(self.outputs)
 
     @property
     def needs_no_merge_pass(self) -> bool:
@@ -122,10 +122,10 @@ class StepPlanner:
 
     def step_fits(self, step: PackedStepChunks, room: int) -> bool:
         """Return whether the step's partial results fit, and its array in `room` ints. May refuse what just fits."""
-        parts, ints = self.bounds(step)
+        parts, ints = self.max_parts_and_ints(step)
         return parts <= self._max_parts and ints <= room
 
-    def bounds(self, step: PackedStepChunks) -> tuple[int, int]:
+    def max_parts_and_ints(self, step: PackedStepChunks) -> tuple[int, int]:
         """Return the most partial results and the most ints that the step may need."""
         single = np.diff(step.indptr) == 1
         ends = step.positions[step.indptr[1:] - 1] + 1
@@ -218,9 +218,9 @@ class StepPlanner:
             (layout.tokens_offset, step.tokens, rows, 0),
             (layout.positions_offset, step.positions, rows, 0),
             (layout.slots_offset, step.slots, rows, -1),
-            (layout.previous_offset, step.previous, rows, -1),
+            (layout.previous_rows_offset, step.previous, rows, -1),
             (layout.merged_tokens_offset, merged_tokens, merged, 0),  # those added have no parts
-            (layout.first_parts_offset, firsts, merged + 1, firsts[-1]),
+            (layout.first_part_indices_offset, firsts, merged + 1, firsts[-1]),
             (layout.selected_offset, selected, outputs, 0),
         ):
             memory[at : at + len(values)] = values
@@ -314,7 +314,7 @@ def keys_per_partial_result(kv_heads: int) -> int:
     return 256 if kv_heads > 8 else 128
 
 
-def align_to_16_bytes(count: int) -> int:
+def pad_int32s_to_16_bytes(count: int) -> int:
     """Round up to 16 bytes: Triton compiles a kernel again for a pointer that is aligned otherwise."""
     return -(-count // 4) * 4
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headstart.model.cuda.step_plan import ITEM
-from headstart.model.cuda.triton_rotary import pdl_launch_options, rotate_heads
+from headstart.model.cuda.triton_rotary import load_normed_rotated_heads, pdl_launch_options
 
 KV = tuple[Tensor, Tensor]  # keys and values of one layer, [blocks, Hkv, page, D] each, of any block stride
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -312,7 +312,7 @@ def _attend_one(
         is_last = part == first + count - 1
         if is_last & (slot >= 0):
             one = tl.arange(0, 1)
-            key = rotate_heads(
+            key = load_normed_rotated_heads(
                 qkv + (HEADS + head + one)[:, None] * DIM, position + one[:, None], cosines, sines, norms + DIM, eps,
                 one[:, None] >= 0, DIM, POWER, ROTATED, NORM,
             )  # fmt: skip
@@ -325,7 +325,7 @@ def _attend_one(
                 begin_at, end, table, keys, values, head_at, block_stride, DIM, POWER, PAGE, TILE_N, True
             )  # fmt: skip
         query_head = head * GROUP + m
-        query = rotate_heads(
+        query = load_normed_rotated_heads(
             qkv + query_head[:, None] * DIM, position + m[:, None] * 0, cosines, sines, norms, eps,
             real[:, None], DIM, POWER, ROTATED, NORM,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headstart.model.attention.cpu import check_block_tables
 from headstart.model.cuda.cuda_kv import CudaKV
-from headstart.model.cuda.step_plan import Ints, PackedStepChunks, StepArrayLayout, StepPlanner, align_to_16_bytes
+from headstart.model.cuda.step_plan import Ints, PackedStepChunks, StepArrayLayout, StepPlanner, pad_int32s_to_16_bytes
 from headstart.model.cuda.triton_attention import (
     KV,
     LayerScoring,
@@ -118,7 +118,7 @@ class TritonAttentionStep:
         # Triton launches on the current device.
         with torch.cuda.device(backend.kv.device) if backend.on_gpu else nullcontext():
             for plan in plans:  # all of them first: a chunk may read what another one of this step has
-                slots = plan.meta[plan.layout.slots :]
+                slots = plan.meta[plan.layout.slots_offset :]
                 append_kv(keys[plan.tokens], values[plan.tokens], slots, kv, pdl=backend.pdl)
             for plan in plans:
                 self._attend(plan, queries[plan.tokens], kv, out[plan.tokens], scoring)
@@ -127,14 +127,26 @@ class TritonAttentionStep:
     def _attend(self, plan: _Plan, queries: Tensor, kv: KV, out: Tensor, scoring: LayerScoring) -> None:
         layout, meta, backend, kvs = plan.layout, plan.meta, self._backend, kv[0].shape[1]
         parts = backend.parts(layout.num_parts, out.shape[1])
-        common = (queries, kv, out, parts, meta, meta[layout.positions :], meta[layout.singles_offset :], scoring)
+        common = (
+            queries,
+            kv,
+            out,
+            parts,
+            meta,
+            meta[layout.positions_offset :],
+            meta[layout.singles_offset :],
+            scoring,
+        )
         pdl = backend.pdl
         if count := layout.num_singles * kvs:
             launch_attention(*common, backend.single, single=True, programs=count, pdl=pdl)
         if count := layout.num_tiles * kvs:
             launch_attention(*common, backend.tile, single=False, programs=count, pdl=pdl)
         if layout.merged:
-            tokens, firsts = meta[layout.merged_tokens_offset :][: layout.merged], meta[layout.first_parts_offset :]
+            tokens, firsts = (
+                meta[layout.merged_tokens_offset :][: layout.merged],
+                meta[layout.first_part_indices_offset :],
+            )
             merge_partial_results(parts, out, tokens, firsts, scoring.sinks, pdl=pdl)
 
     def _plan(self, heads: int) -> list[_Plan]:
@@ -144,7 +156,7 @@ class TritonAttentionStep:
         for rows in _fitting(planner, _step_rows(self._step)):
             memory, tile = np.empty(planner.bounds(rows)[1], np.int32), backend.tile.tile_rows
             layouts.append(planner.fill(memory, rows, padded=None, tile_rows=tile, selected=none, outputs=0))
-            arrays.append(memory[: align_to_16_bytes(layouts[-1].total)])
+            arrays.append(memory[: pad_int32s_to_16_bytes(layouts[-1].total)])
         array = torch.from_numpy(np.concatenate(arrays))
         meta = (array.pin_memory() if backend.on_gpu else array).to(backend.kv.device, non_blocking=True)
         metas = meta.split([len(one) for one in arrays])

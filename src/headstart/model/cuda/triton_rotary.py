@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def rotate_heads(
+def load_normed_rotated_heads(
     head, position, cosines, sines, norm, eps, there,
     DIM: tl.constexpr, POWER: tl.constexpr, ROTATED: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def _rotate_and_append(
     is_query, is_value = head < QUERIES, head >= QUERIES + KVS
     source = qkv + token * ((QUERIES + 2 * KVS) * DIM) + head * DIM
     norm = norms + tl.where(is_query, 0, DIM)
-    turned = rotate_heads(
+    turned = load_normed_rotated_heads(
         source, position, cosines, sines, norm, eps, there & (is_value == 0), DIM, POWER, ROTATED, NORM
     )
     tl.store(queries + (token * QUERIES + head) * DIM + d, turned, mask=there & is_query & (d < DIM))

@@ -13,7 +13,7 @@ from pathlib import Path
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from headstart.core.errors import InvalidRequestError
-from headstart.gguf.tokenizer_json import FILE_NAME, model_tokenizer_json
+from headstart.gguf.tokenizer_json import FILE_NAME, read_tokenizer_json
 
 MAX_GRAMMARS = 256
 MAX_BYTES = 8 << 20  # of the text of all cached grammars
@@ -80,7 +80,7 @@ class CachingGrammarCompiler:
         return matcher
 
     def _load(self) -> LLTokenizer:
-        text = model_tokenizer_json(self._folder)
+        text = read_tokenizer_json(self._folder)
         if text is None:
             raise InvalidRequestError(f"structured output needs the model's {FILE_NAME}, which it does not have")
         eos = [token for token in self.eos_token_ids if token < self.vocab_size]

@@ -67,12 +67,12 @@ class GrammarRows:
                 errors[index] = matcher.get_error()
         return errors
 
-    def allowed(self, chunk: Chunk) -> Mask | None:
+    def mask_of_row(self, chunk: Chunk) -> Mask | None:
         """Return the mask of a row in this step; None: all tokens are allowed."""
         row = self._rows.get(chunk.request_id)
         return None if row is None else row.allowed
 
-    def accept(self, chunk: Chunk, token: int) -> tuple[int, ...]:
+    def accept_with_forced_tokens(self, chunk: Chunk, token: int) -> tuple[int, ...]:
         """Advance a row by its sampled token; return that and the tokens that the grammar forces after it.
 
         Raises ValueError if the grammar has exceeded its limits.

@@ -30,9 +30,9 @@ class CompiledHashChain:
 
 
 @cache
-def compiled_hash_chain() -> HashChain | None:
+def load_compiled_hash_chain() -> HashChain | None:
     """Return the compiled chain, built on first use; None if there is none here."""
-    path = hash_library_path()
+    path = find_or_build_hash_library()
     if path is None:
         return None
     library = ctypes.PyDLL(path)
@@ -40,7 +40,7 @@ def compiled_hash_chain() -> HashChain | None:
 
 
 @cache
-def hash_library_path() -> str | None:
+def find_or_build_hash_library() -> str | None:
     """Return the library of hashes/ that can be loaded, built on first use; None if there is none here."""
     if os.environ.get("HEADSTART_KERNELS") == "none":
         return None

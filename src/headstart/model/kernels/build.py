@@ -49,7 +49,7 @@ def compile_kernels(
     Of several processes one builds, and the others wait for it; where the file system has no locks each builds, into
     its own folder, and renames the complete file into place.
     """
-    compiler = find_compiler(environ)
+    compiler = find_cxx_compiler(environ)
     flags = (*_flags(variant), *extra_flags)
     target = cache / f"{variant}-{_digest(_folder(variant), _run([compiler, '--version']), *flags)}.so"
     return target if target.exists() else _build_as(target, compiler, flags, _folder(variant))
@@ -57,7 +57,7 @@ def compile_kernels(
 
 def build_wheel_kernels(variant: str, folder: Path, *, environ: Mapping[str, str]) -> Path:
     """Compile `variant` for a wheel, into `folder`, under the name that `packaged` looks for. Raises BuildError."""
-    return _build_as(folder / _packaged_name(variant), find_compiler(environ), _flags(variant), _folder(variant))
+    return _build_as(folder / _packaged_name(variant), find_cxx_compiler(environ), _flags(variant), _folder(variant))
 
 
 def packaged_library(variant: str) -> Path | None:
@@ -71,7 +71,7 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "kernels"
 
 
-def find_compiler(environ: Mapping[str, str]) -> str:
+def find_cxx_compiler(environ: Mapping[str, str]) -> str:
     """Return CXX, else the first C++ compiler on the path. Raises BuildError if there is none."""
     names = (environ["CXX"],) if environ.get("CXX") else COMPILERS
     for name in names:

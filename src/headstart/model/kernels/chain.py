@@ -148,7 +148,7 @@ class LinearChain:
             raise ValueError(f"scratch has {scratch.nbytes} bytes, too few for {count} rows of {self.widest}")
 
 
-class ChainWorkspace:
+class LinearChainWorkspace:
     """Buffers and scratch for steps through `chains`, reused: memory only grows, so its pages are faulted in once."""
 
     def __init__(self, chains: Sequence[LinearChain]) -> None:

@@ -13,7 +13,7 @@ from itertools import count
 
 from headstart.core.cache.eviction import Entries, EvictionOrder, KVBlockLoops
 from headstart.core.cache.hashing import BlockHash
-from headstart.model.kernels.block_hashes import hash_library_path
+from headstart.model.kernels.block_hashes import find_or_build_hash_library
 
 _O, _P, _L = ctypes.py_object, ctypes.c_void_p, ctypes.c_long
 _CALLS: dict[str, tuple[object, ...]] = {
@@ -73,7 +73,7 @@ class CompiledTwoQueue:
         self._lists = array("i", (2 * number, 0, 0, 0, 2 * number + 1, 0, 0, 0))
         self._addresses = links.buffer_info()[0], self._lists.buffer_info()[0]
 
-    def add(self, blocks: Sequence[int], hot: int = 0) -> int:
+    def add_chain(self, blocks: Sequence[int], hot: int = 0) -> int:
         packed = _packed(blocks)
         return self._add(self._marks, *self._addresses, *packed.buffer_info(), hot, self._max_protected)
 
@@ -81,7 +81,7 @@ class CompiledTwoQueue:
         one = array("i", (block,))
         self._remove(*self._addresses, *one.buffer_info(), None)
 
-    def remove_reused(self, blocks: Sequence[int]) -> None:
+    def remove_for_reuse(self, blocks: Sequence[int]) -> None:
         packed = _packed(blocks)
         self._remove(*self._addresses, *packed.buffer_info(), self._marks)
 
@@ -91,7 +91,7 @@ class CompiledTwoQueue:
         return block
 
     @property
-    def backing_tables(self) -> tuple[OrderedDict[int, None], ...]:
+    def tables_to_dismantle(self) -> tuple[OrderedDict[int, None], ...]:
         return ()
 
     def __len__(self) -> int:
@@ -110,7 +110,7 @@ class CompiledTwoQueue:
 @cache
 def compiled_block_loops() -> KVBlockLoops | None:
     """Return the compiled loops, built on first use; None if there are none here."""
-    path = hash_library_path()
+    path = find_or_build_hash_library()
     return None if path is None else CompiledKVBlockLoops(ctypes.PyDLL(path))
 
 

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Protocol
 
 from headstart.core.cache.hashing import BlockHash
-from headstart.model.kernels.block_hashes import HASH_BYTES, hash_library_path
+from headstart.model.kernels.block_hashes import HASH_BYTES, find_or_build_hash_library
 
 _POLICIES = {"lru": 1, "2q": 0}
 _P, _B, _L, _I = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_long, ctypes.c_int
@@ -44,7 +44,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
 """Result and arguments of each function."""
 
 
-class HeldBlocks(Protocol):
+class RequestHeldBlocks(Protocol):
     """The blocks of one request: those of its hashes up to some index, and the last uses of those it found."""
 
     block_hashes: list[BlockHash]
@@ -125,7 +125,7 @@ class CompiledModelledPool:
         return self._size(3)
 
     @property
-    def use_count(self) -> int:
+    def use_clock(self) -> int:
         return self._size(4)
 
     @property
@@ -145,22 +145,22 @@ class CompiledModelledPool:
     def is_idle_used_since(self, block_hash: BlockHash, serial: int) -> bool:
         return bool(self._calls["is_idle_since"](self.handle, block_hash, serial))
 
-    def num_exclusive_blocks(self, blocks: Sequence[int]) -> int:
+    def num_singly_referenced_blocks(self, blocks: Sequence[int]) -> int:
         return self._of_blocks("num_own", blocks)
 
     def num_cached_prefix_blocks(self, block_hashes: list[BlockHash], near: int = 0) -> int:
         return self._calls["match"](self.handle, self._maker.pack_hashes(block_hashes), len(block_hashes), near)
 
-    def count_held_and_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_held_and_held_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         return self.num_held, self._calls["held"](self.handle, self._maker.pack_hashes(block_hashes), len(block_hashes))
 
-    def expected_lost_blocks(self, num_blocks: int) -> float:
+    def expected_evicted_reusable_blocks(self, num_blocks: int) -> float:
         return self._calls["loss"](self.handle, num_blocks)
 
-    def num_unused_since(self, serial: int) -> int:
+    def num_idle_unused_since(self, serial: int) -> int:
         return self._calls["num_unused_since"](self.handle, serial)
 
-    def num_computed_blocks(self, reservation: HeldBlocks) -> int:
+    def num_leading_computed(self, reservation: RequestHeldBlocks) -> int:
         if not reservation.blocks:
             return reservation.hit
         first = self._of_blocks("first_unsure", reservation.blocks)
@@ -168,7 +168,7 @@ class CompiledModelledPool:
 
     # ------------------------------------------------------------------------------------------------------- changes
 
-    def acquire(self, reservation: HeldBlocks, end: int) -> None:
+    def acquire_cached(self, reservation: RequestHeldBlocks, end: int) -> None:
         start = len(reservation.blocks)
         num = end - start
         if not num:
@@ -180,11 +180,11 @@ class CompiledModelledPool:
         reservation.blocks = found if not start else array("i", reservation.blocks) + found
         reservation.serials = serials if not start else array("q", reservation.serials) + serials
 
-    def add_missing_blocks(self, reservation: HeldBlocks, unsure: int) -> None:
+    def add_missing_blocks(self, reservation: RequestHeldBlocks, unsure: int) -> None:
         num = len(reservation.block_hashes)
         if len(reservation.blocks) == num:
             return
-        self.acquire(reservation, self.num_cached_prefix_blocks(reservation.block_hashes))
+        self.acquire_cached(reservation, self.num_cached_prefix_blocks(reservation.block_hashes))
         start = len(reservation.blocks)
         found = array("i", bytes(4 * (num - start)))
         hashes = self._hashes(reservation, start)
@@ -201,7 +201,7 @@ class CompiledModelledPool:
     def release(self, blocks: Sequence[int]) -> None:
         self._of_blocks("release", blocks)
 
-    def drop_failed(self, blocks: Sequence[int], num_kept: int) -> None:
+    def drop_failed_request_blocks(self, blocks: Sequence[int], num_kept: int) -> None:
         self._of_blocks("keep", blocks[:num_kept])
         self._of_blocks("distrust", blocks[num_kept:])
 
@@ -212,7 +212,7 @@ class CompiledModelledPool:
         self._calls["resize"](self.handle, capacity)
         self.capacity = self._size(0)
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         failed = self._calls["check"](self.handle)
         assert not failed, f"check {failed} of modelled_pool.cpp failed"
 
@@ -220,7 +220,7 @@ class CompiledModelledPool:
         positions = blocks if isinstance(blocks, array) else array("i", blocks)
         return self._calls[name](self.handle, _address(positions), len(positions))
 
-    def _hashes(self, reservation: HeldBlocks, start: int) -> int:
+    def _hashes(self, reservation: RequestHeldBlocks, start: int) -> int:
         """Return the address of the hashes from `start` on; the joined string is kept until the next question."""
         joined = self._maker.pack_hashes(reservation.block_hashes)
         return (ctypes.cast(_B(joined), _P).value or 0) + HASH_BYTES * start
@@ -233,7 +233,7 @@ def _address(values: "array[int]") -> int:
 @cache
 def compiled_pool_factory() -> CompiledPoolFactory | None:
     """Return the maker of compiled pools, built on first use; None if there is no compiler here."""
-    path = hash_library_path()
+    path = find_or_build_hash_library()
     if path is None:
         return None
     return CompiledPoolFactory(ctypes.PyDLL(path), int.from_bytes(os.urandom(8), "little"))

@@ -144,7 +144,7 @@ class KernelSearchResult(NamedTuple):
     origin: str = ""
 
 
-def kernels_in_use() -> KernelLibrary | None:
+def kernel_library_in_use() -> KernelLibrary | None:
     """Return the kernels this process uses; None: torch's operators."""
     return find_kernels().kernels
 

@@ -41,7 +41,7 @@ class Arena:
         self._lock = Lock()
         self._chunk = torch.empty(0, dtype=torch.uint8)  # the unused rest of the chunk
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def take_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return zeroed dense memory of this shape, aligned for the kernels."""
         size = math.prod(shape) * dtype.itemsize
         room = -(-size // ALIGNED) * ALIGNED

@@ -148,12 +148,12 @@ def _pack(
     num_rows, in_features = weight.shape
     sizes = (tiles, num_rows // 2 if gated else num_rows, in_features, int(gated), num_kernel_threads())
     if plain:
-        packed = kernels.arena.take((tiles, in_features, TILE), torch.float32)
+        packed = kernels.arena.take_zeros((tiles, in_features, TILE), torch.float32)
         kernels.library.headstart_pack_fp32(weight.data_ptr(), packed.data_ptr(), *sizes)
         return packed, None, FP32
     dtype = torch.int8 if int8 else torch.bfloat16
     tile_bytes = kernels.library.headstart_tile_bytes(INT8 if int8 else BF16, in_features)
-    packed = kernels.arena.take((tiles, tile_bytes // dtype.itemsize), dtype)
+    packed = kernels.arena.take_zeros((tiles, tile_bytes // dtype.itemsize), dtype)
     if not int8:
         kernels.library.headstart_pack_bf16(weight.data_ptr(), packed.data_ptr(), *sizes)
         return packed, None, BF16
@@ -169,7 +169,7 @@ def _pack_blocks(kernels: KernelLibrary, weight: PackedTensor, tiles: int, *, ga
     form, (num_rows, in_features) = BLOCKS[weight.kind], weight.shape
     assert in_features % FORMATS[weight.kind].block_size == 0, weight.shape  # by PackedTensor
     blocks = np.ascontiguousarray(weight.data)
-    packed = kernels.arena.take((tiles, kernels.library.headstart_tile_bytes(form, in_features)), torch.uint8)
+    packed = kernels.arena.take_zeros((tiles, kernels.library.headstart_tile_bytes(form, in_features)), torch.uint8)
     kernels.library.headstart_pack_blocks(
         blocks.ctypes.data,
         blocks.shape[1],

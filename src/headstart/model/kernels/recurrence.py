@@ -161,12 +161,12 @@ def run_matrix_mixer(
     out = torch.empty((len(rows), shape.value_width), dtype=rows.dtype)
     call = matrix_mixer_call(shape, weights, rows, out, offset)
     kernels.library.headstart_matrices(
-        ctypes.byref(call), *states.chunk_address_and_count(len(rows), offset + shape.state_size)
+        ctypes.byref(call), *states.chunk_address_and_count(len(rows), offset + shape.num_state_elements)
     )
     return out
 
 
-def short_convolution_call(
+def short_convolution_argument(
     weight: Tensor, bias: Tensor | None, rows: Tensor, out: Tensor, offset: int
 ) -> ctypes.Structure:
     """Return the checked argument for `rows` [T, 3 channels] of B, C, x; `out` [T, channels] is C * convolution(B * x).
@@ -187,7 +187,7 @@ def short_convolution(
     """Return the outputs [T, channels] of a call; see `convolution_call`."""
     taps, channels = weight.shape
     out = torch.empty((len(rows), channels), dtype=rows.dtype)
-    call = short_convolution_call(weight, bias, rows, out, offset)
+    call = short_convolution_argument(weight, bias, rows, out, offset)
     chunks = states.chunk_address_and_count(len(rows), offset + (taps - 1) * channels)
     kernels.library.headstart_short_convolution(ctypes.byref(call), *chunks)
     return out

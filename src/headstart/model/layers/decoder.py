@@ -40,7 +40,7 @@ class LanguageModel(Protocol):
         """
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits_from_hidden(self, hidden: Tensor) -> Tensor:
         """Return the logits [n, vocab] of rows [n, hidden] of the result of `forward`."""
         ...
 
@@ -99,7 +99,7 @@ class Decoder:
             residual = layer.down(layer.gate_up(residual), residual)
         return residual
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits_from_hidden(self, hidden: Tensor) -> Tensor:
         """See LanguageModel."""
         return self.head(hidden)
 
@@ -167,7 +167,7 @@ def read_head_and_embedding(
     table = reader.weight(embedding, config.vocab_size, config.hidden_size)
     # As in Transformers: weights declared as tied, but stored twice with different values, are not tied.
     tied = config.tie_word_embeddings is not False and (
-        head not in checkpoint or (config.tie_word_embeddings is True and checkpoint.equal(head, embedding))
+        head not in checkpoint or (config.tie_word_embeddings is True and checkpoint.are_tensors_equal(head, embedding))
     )
     weight = table if tied else reader.weight(head, config.vocab_size, config.hidden_size)
     linear = Linear(weight, norm=norm, form=form.for_output_head)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from headstart.model.kernels.build import TWIN
-from headstart.model.kernels.library import KernelLibrary, kernels_in_use, num_kernel_threads
+from headstart.model.kernels.library import KernelLibrary, kernel_library_in_use, num_kernel_threads
 from headstart.model.layers.linear import Linear
 
 CHOICES = ("auto", "kernels", "torch")
@@ -32,7 +32,7 @@ def are_linears_batch_invariant(linears: Iterable[Linear]) -> bool:
 
 
 def _is_exact(linear: Linear) -> bool:
-    found, first = kernels_in_use(), linear.packed[0]
+    found, first = kernel_library_in_use(), linear.packed[0]
     on_tiles = found is not None and found.variant in ("amx", TWIN)
     count = (MANY_ON_TILES if on_tiles else MANY_ROWS) * num_kernel_threads() + 8
     count = max(min(count, MOST_OUTPUTS // linear.out_features), sum(PARTS[-1]))

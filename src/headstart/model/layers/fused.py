@@ -12,7 +12,7 @@ from torch import Tensor
 from headstart.model.attention.base import AttentionFunction
 from headstart.model.attention.cpu import CPUAttention, CPUAttentionStep
 from headstart.model.kernels.attention import AttentionCall
-from headstart.model.kernels.chain import ChainBuffers, ChainLink, ChainWorkspace, LinearChain
+from headstart.model.kernels.chain import ChainBuffers, ChainLink, LinearChain, LinearChainWorkspace
 from headstart.model.kernels.library import KernelLibrary
 from headstart.model.kernels.packed import RotaryHeads
 from headstart.model.kernels.stack import HeadOutputs, KernelKind, LayerStack, StepTokens
@@ -71,7 +71,7 @@ class FusedLayers:
         attentions = [[(KernelKind.ATTENTION, layer)] for layer in range(len(layers))]
         runs = [[chain] for chain in self._chains]
         self._stack = LayerStack(kernels, runs, attentions, embedding, head.as_chain, stream=STREAM)
-        self._workspace = ChainWorkspace(self._chains)
+        self._workspace = LinearChainWorkspace(self._chains)
         self._prepared: tuple[ChainBuffers, CPUAttention, dict[int | None, AttentionCall]] | None = None
 
     def forward(self, step: StepInputs, attend: AttentionFunction, ahead: HeadOutputs | None = None) -> Tensor:
@@ -86,7 +86,7 @@ class FusedLayers:
             buffers,
             scratch,
             [calls[window] for window in self._windows],
-            tokens=StepTokens(step.token_ids, step.positions, self._rotary.tables(step.end)),
+            tokens=StepTokens(step.token_ids, step.positions, self._rotary.tables_up_to(step.max_end_position)),
             ahead=ahead,
             layer_bytes=attend.layer_stride_bytes,
         )

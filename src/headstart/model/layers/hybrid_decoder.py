@@ -18,7 +18,7 @@ from torch import Tensor
 from headstart.model.attention.base import AttentionFunction
 from headstart.model.attention.cpu import CPUAttention, CPUAttentionStep
 from headstart.model.kernels.attention import AttentionCall
-from headstart.model.kernels.chain import MAX_LINKS, ChainBuffers, ChainLink, ChainWorkspace, LinearChain
+from headstart.model.kernels.chain import MAX_LINKS, ChainBuffers, ChainLink, LinearChain, LinearChainWorkspace
 from headstart.model.kernels.library import KernelLibrary
 from headstart.model.kernels.packed import PackedLinear, RotaryHeads
 from headstart.model.kernels.recurrence import StepRecurrentStates, apply_sigmoid_gate, sigmoid_gate_call
@@ -50,7 +50,7 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HybridWeights:
+class HybridLayerWeights:
     """One layer: a mixer or attention, and an MLP."""
 
     mixer: TokenMixer | AttentionWeights
@@ -58,7 +58,7 @@ class HybridWeights:
     down: Linear
 
     @property
-    def kernel_kinds(self) -> list[KernelKind]:
+    def mixer_kernel_kinds(self) -> list[KernelKind]:
         """The kernels of the mixer."""
         return self.mixer.kernel_kinds if isinstance(self.mixer, AttentionWeights) else [self.mixer.kernel_kind]
 
@@ -75,7 +75,7 @@ class _Products:
         self,
         kernels: KernelLibrary,
         config: ModelConfig,
-        layers: list[HybridWeights],
+        layers: list[HybridLayerWeights],
         embedding: Embedding,
         head: Linear,
     ) -> None:
@@ -95,10 +95,11 @@ class _Products:
                 layer.down.chain_links(1, 0, residual=0),
             ]
         self._chains = [[LinearChain(kernels, links, widths) for links in _joined(run)] for run in runs]
-        self._workspace = ChainWorkspace([chain for run in self._chains for chain in run])
+        self._workspace = LinearChainWorkspace([chain for run in self._chains for chain in run])
         self._config, self._layers, (self._places, self._state_size) = config, layers, _places(layers)
         mixers = [
-            [(kind, place) for kind in layer.kernel_kinds] for layer, place in zip(layers, self._places, strict=True)
+            [(kind, place) for kind in layer.mixer_kernel_kinds]
+            for layer, place in zip(layers, self._places, strict=True)
         ]
         self._stack = LayerStack(
             kernels, self._chains, mixers, embedding, head.as_chain, stream=0, scale=_scale(config)
@@ -163,7 +164,7 @@ _Ends = tuple[int, int]  # the numbers of the buffers between which a mixer is
 _Call = ctypes.Structure | _Ends  # the argument of a mixer's kernel, or for an attention its ends
 
 
-def _places(layers: list[HybridWeights]) -> tuple[list[int], int]:
+def _places(layers: list[HybridLayerWeights]) -> tuple[list[int], int]:
     """Return for each layer the number of its KV, or where its part of the states begins; and the states' size."""
     found, num_attentions, state_size = list[int](), 0, 0
     for layer in layers:
@@ -172,7 +173,7 @@ def _places(layers: list[HybridWeights]) -> tuple[list[int], int]:
             num_attentions += 1
         else:
             found.append(state_size)
-            state_size += layer.mixer.state_size
+            state_size += layer.mixer.num_state_elements
     return found, state_size
 
 
@@ -197,7 +198,7 @@ def _split(config: ModelConfig, layer: AttentionWeights, rows: Tensor) -> tuple[
     return queries, keys, values, gates
 
 
-def _ends(layer: HybridWeights) -> tuple[int, int]:
+def _ends(layer: HybridLayerWeights) -> tuple[int, int]:
     """Return the widths of the rows that a mixer takes and gives."""
     return layer.mixer.input_projection.out_features, layer.mixer.out.packed[0].in_features
 
@@ -216,7 +217,12 @@ class HybridDecoder:
     """A loaded hybrid model. `state_size` is the length of a request's state, in numbers of fp32."""
 
     def __init__(
-        self, config: ModelConfig, embedding: Embedding, layers: list[HybridWeights], head: Linear, form: WeightForm
+        self,
+        config: ModelConfig,
+        embedding: Embedding,
+        layers: list[HybridLayerWeights],
+        head: Linear,
+        form: WeightForm,
     ) -> None:
         self.config, self.embedding, self.layers, self.head = config, embedding, layers, head
         assert config.hybrid is not None
@@ -243,7 +249,7 @@ class HybridDecoder:
     def forward(self, step: StepInputs, attend: AttentionFunction, ahead: HeadOutputs | None = None) -> Tensor:
         """See LanguageModel."""
         assert step.states is not None, "a hybrid model needs the states of its requests"
-        tables, states = self.rotary.tables(step.end), StepRecurrentStates(step.states)
+        tables, states = self.rotary.tables_up_to(step.max_end_position), StepRecurrentStates(step.states)
         if self._products is not None and self._is_one_call and isinstance(attend, CPUAttentionStep):
             is_bf16 = self.rotary.dtype == torch.bfloat16
             given = StepTokens(step.token_ids, step.positions, tables) if is_bf16 else self._embedded(step.token_ids)
@@ -266,7 +272,7 @@ class HybridDecoder:
             residual = layer.down(layer.gate_up(residual), residual)
         return residual
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits_from_hidden(self, hidden: Tensor) -> Tensor:
         """See LanguageModel."""
         return self._divided(self.head(hidden))
 

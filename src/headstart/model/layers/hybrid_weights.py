@@ -11,7 +11,7 @@ from headstart.allocator import trim_heap
 from headstart.model.kernels.packed import PackedNorm, RotaryHeads
 from headstart.model.kernels.recurrence import MixerWeights
 from headstart.model.layers.decoder import EMBEDDING, HEAD, WeightReader, read_head_and_embedding
-from headstart.model.layers.hybrid_decoder import AttentionWeights, HybridDecoder, HybridWeights
+from headstart.model.layers.hybrid_decoder import AttentionWeights, HybridDecoder, HybridLayerWeights
 from headstart.model.layers.layer_ops import RMSNorm, concatenate_rows
 from headstart.model.layers.linear import PLAIN, Linear, Weight, WeightForm
 from headstart.model.layers.recurrent import MatrixMixer, ShortConvolution, TokenMixer
@@ -26,7 +26,7 @@ def load_hybrid(
 ) -> HybridDecoder:
     """Read all weights of a hybrid model. Raises ConfigError for a missing tensor or a wrong shape."""
     reader = _HybridReader(config, checkpoint, dtype, device, form)
-    layers: list[HybridWeights] = []
+    layers: list[HybridLayerWeights] = []
     for index in range(config.num_layers):
         layers.append(reader.hybrid_layer(index))
         trim_heap()
@@ -91,7 +91,7 @@ class _HybridReader(WeightReader):
         epsilon = self.config.rms_norm_eps / self.hybrid.residual_scale**2
         return RMSNorm(weight.to(self.dtype).to(self.device), epsilon)
 
-    def hybrid_layer(self, index: int) -> HybridWeights:
+    def hybrid_layer(self, index: int) -> HybridLayerWeights:
         config, names = self.config, self.names
         layer = f"{self.hybrid.tensor_prefix}.layers.{index}"
         input_norm = self.norm(f"{layer}.{names.input_norm}.weight", config.hidden_size)
@@ -109,7 +109,7 @@ class _HybridReader(WeightReader):
         gate_up = [(f"{layer}.{names.gate}", wide), (f"{layer}.{names.up}", wide)]
         if not names.up:
             gate_up = [(f"{layer}.{names.gate}", 2 * wide)]
-        return HybridWeights(
+        return HybridLayerWeights(
             mixer,
             self.linear(gate_up, config.hidden_size, bias=config.mlp_bias, norm=mlp_norm, gated=True),
             self.linear([(f"{layer}.{names.down}", config.hidden_size)], wide, bias=config.mlp_bias),

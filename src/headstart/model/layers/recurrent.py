@@ -21,7 +21,7 @@ from headstart.model.kernels.recurrence import (
     matrix_mixer_call,
     run_matrix_mixer,
     short_convolution,
-    short_convolution_call,
+    short_convolution_argument,
 )
 from headstart.model.kernels.stack import KernelKind
 from headstart.model.layers.linear import Linear
@@ -39,7 +39,7 @@ class TokenMixer(Protocol):
         ...
 
     @property
-    def state_size(self) -> int:
+    def num_state_elements(self) -> int:
         """Numbers of its part of a state."""
         ...
 
@@ -75,7 +75,7 @@ class ShortConvolution:
         return KernelKind.SHORT_CONVOLUTION
 
     @property
-    def state_size(self) -> int:
+    def num_state_elements(self) -> int:
         return (len(self.weight) - 1) * self.weight.shape[1]
 
     def __call__(self, rows: Tensor, states: StepRecurrentStates, offset: int) -> Tensor:
@@ -84,7 +84,7 @@ class ShortConvolution:
         return short_convolution(self.kernels, self.weight, self.bias, rows, states, offset)
 
     def kernel_call(self, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
-        return short_convolution_call(self.weight, self.bias, rows, out, offset)
+        return short_convolution_argument(self.weight, self.bias, rows, out, offset)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,8 +108,8 @@ class MatrixMixer:
         return KernelKind.MATRICES
 
     @property
-    def state_size(self) -> int:
-        return self.shape.state_size
+    def num_state_elements(self) -> int:
+        return self.shape.num_state_elements
 
     def __call__(self, rows: Tensor, states: StepRecurrentStates, offset: int) -> Tensor:
         if self.kernels is not None:
@@ -202,8 +202,8 @@ def _scan(
     begin = offset + (shape.conv_size - 1) * shape.num_channels
     matrices = (heads, shape.key_dim, shape.value_dim)
     for row in states.rows:
-        memory = row.state[begin : offset + shape.state_size].view(matrices)
-        saves = {at: saved[begin : offset + shape.state_size].view(matrices) for at, saved in row.saves}
+        memory = row.state[begin : offset + shape.num_state_elements].view(matrices)
+        saves = {at: saved[begin : offset + shape.num_state_elements].view(matrices) for at, saved in row.saves}
         for at in range(row.begin, row.end):
             update(memory, *tokens[at])
             if at + 1 - row.begin in saves:

@@ -82,7 +82,7 @@ def read_rope(config: dict[str, Any], head_dim: int) -> RopeConfig:
     return rope
 
 
-def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
+def inverse_frequencies_and_scale(rope: RopeConfig) -> tuple[Tensor, float]:
     """Return the frequencies [rotary_dim / 2] in float32, and the factor that multiplies cosine and sine."""
     scaling = dict(rope.scaling)
     steps = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
@@ -103,7 +103,7 @@ class RotaryEmbedding:
     """The rotary embedding of one model, for heads of packed rows. Built once per model, on its device."""
 
     def __init__(self, rope: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:
-        frequencies, self.factor = inverse_frequencies(rope)
+        frequencies, self.factor = inverse_frequencies_and_scale(rope)
         self.frequencies = frequencies.to(device)
         self.rotary_dim = rope.rotary_dim
         self.dtype = dtype
@@ -116,7 +116,7 @@ class RotaryEmbedding:
         sine = (angle.sin() * self.factor).to(self.dtype)
         return torch.stack((cosine, cosine), dim=1)[:, None], torch.stack((-sine, sine), dim=1)[:, None]
 
-    def tables(self, end: int) -> tuple[Tensor, Tensor]:
+    def tables_up_to(self, end: int) -> tuple[Tensor, Tensor]:
         """Return the angles of positions 0 to at least `end`, exclusive. Cached, grown on demand."""
         if end > self._tables[0].shape[0]:
             size = max(_LEAST_POSITIONS, 1 << (end - 1).bit_length())
@@ -159,7 +159,7 @@ def _require(kind: str, parameters: dict[str, Any], rotary_dim: int) -> None:
 def _refuse_infinite(rope: RopeConfig) -> None:
     """Raise ConfigError if the settings, each valid by itself, together give no finite frequencies."""
     try:
-        frequencies, factor = inverse_frequencies(rope)
+        frequencies, factor = inverse_frequencies_and_scale(rope)
     except (ArithmeticError, ValueError, RuntimeError, TypeError) as error:
         raise ConfigError(f"config.json: the rotary settings give no frequencies ({one_line_error(error)})") from None
     if not bool(frequencies.isfinite().all()) or not math.isfinite(factor):

@@ -18,7 +18,7 @@ _NUCLEUS_WIDTHS = (128, 4096)  # the top_p set of a real model nearly always fit
 
 def draw_tokens(logits: Tensor, params: Sequence[SamplingParams], uniform: Sequence[float]) -> Tensor:
     """Draw token ids [R] from float32 logits [R, V], which are overwritten, with one number in [0, 1) per row."""
-    probs = filtered_probabilities(logits, params)
+    probs = unnormalised_filtered_probabilities(logits, params)
     cumulative = probs.cumsum(dim=-1)
     total = cumulative[:, -1:].contiguous()
     share = torch.tensor(uniform, dtype=torch.float64).to(logits.device)
@@ -29,7 +29,7 @@ def draw_tokens(logits: Tensor, params: Sequence[SamplingParams], uniform: Seque
     return torch.minimum(token, last)[:, 0]
 
 
-def filtered_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def unnormalised_filtered_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Return the probabilities [R, V] after temperature, with excluded tokens at 0; they are not normalised again.
 
     Overwrites `logits`. Temperatures must be above 0.

@@ -45,7 +45,7 @@ class LogitEdits:
         self._allowed = allowed
         self._prompt_ids: dict[str, Ids] = {}
 
-    def needs_edit(self, chunk: Chunk) -> bool:
+    def row_needs_edits(self, chunk: Chunk) -> bool:
         """Return whether this row needs any edit. Changes nothing."""
         s = chunk.sampling
         penalised = s.repetition_penalty != 1 or s.frequency_penalty != 0 or s.presence_penalty != 0

@@ -52,7 +52,7 @@ class Sampler:
         self._kernels = kernels
         self._seed = seed
         self._grammars = grammars
-        self.edits = LogitEdits(vocab_size, None if grammars is None else grammars.allowed)
+        self.edits = LogitEdits(vocab_size, None if grammars is None else grammars.mask_of_row)
         self._rows = RowSampler(kernels, vocab_size) if kernels is not None else None
 
     def sample(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[RowResult]:
@@ -94,7 +94,7 @@ class Sampler:
             self._kernels, logits
         )  # NaN propagates, so `best` is enough to find invalid rows
         errors = [None if isfinite(value) else NOT_FINITE for value in best]
-        edited = [i for i, chunk in enumerate(chunks) if not errors[i] and self.edits.needs_edit(chunk)]
+        edited = [i for i, chunk in enumerate(chunks) if not errors[i] and self.edits.row_needs_edits(chunk)]
         drawn = [i for i, chunk in enumerate(chunks) if not errors[i] and not is_greedy(chunk.sampling)]
         if edited or drawn:
             self._choose(logits, chunks, edited, drawn, chosen, errors)
@@ -104,7 +104,9 @@ class Sampler:
             for i, (token, error) in enumerate(zip(chosen, errors, strict=True))
         ]
 
-    def prompt_logprobs_row(self, logits_of: Callable[[Tensor], Tensor], hidden: Tensor, chunk: Chunk) -> RowResult:
+    def prompt_logprobs_of_chunk(
+        self, logits_of: Callable[[Tensor], Tensor], hidden: Tensor, chunk: Chunk
+    ) -> RowResult:
         """Return a row with the entry for the next prompt token at each position of a chunk, or with an error.
 
         `logits_of` returns the logits [n, V] of rows [n, hidden]; it is called for a piece of `hidden` at a time.
@@ -156,7 +158,7 @@ class Sampler:
     def needs_more_than_argmax(self, chunk: Chunk) -> bool:
         """Return whether a row needs more than its greatest logit."""
         s = chunk.sampling
-        return not is_greedy(s) or s.logprobs is not None or self.edits.needs_edit(chunk)
+        return not is_greedy(s) or s.logprobs is not None or self.edits.row_needs_edits(chunk)
 
     def _sample_fused(self, sampler: RowSampler, logits: Tensor, chunks: Sequence[Chunk]) -> list[RowResult]:
         """Do the same as `sample` in one kernel call."""
@@ -181,7 +183,7 @@ class Sampler:
         """Return the kernel's parameters for one row. Raises ValueError for an id that cannot be edited."""
         s = chunk.sampling
         task = RowSamplingParams(
-            num_top=s.logprobs, edits=self.edits.row_edits(chunk) if self.edits.needs_edit(chunk) else None
+            num_top=s.logprobs, edits=self.edits.row_edits(chunk) if self.edits.row_needs_edits(chunk) else None
         )
         if not is_greedy(s):
             task.temperature, task.top_k, task.top_p, task.min_p = s.temperature, s.top_k, s.top_p, s.min_p
@@ -229,7 +231,7 @@ class Sampler:
         unbanned = chunk._replace(sampling=replace(chunk.sampling, min_tokens=0))
         self.edits.apply(work[None], {0: unbanned})
         tokens, values = row_argmax_and_max(self._kernels, work[None])
-        allowed = None if self._grammars is None else self._grammars.allowed(chunk)
+        allowed = None if self._grammars is None else self._grammars.mask_of_row(chunk)
         if values[0] == -inf and allowed is not None:  # the model's own logits are -inf wherever a token is allowed
             work[first_allowed_token(allowed)] = 0.0
             return first_allowed_token(allowed)
@@ -254,7 +256,7 @@ def advance_row_grammar(grammars: GrammarRows, chunk: Chunk, row: RowResult, pro
     try:
         if problem is not None:
             raise ValueError(problem)
-        return row._replace(token_ids=grammars.accept(chunk, row.token_ids[0]))
+        return row._replace(token_ids=grammars.accept_with_forced_tokens(chunk, row.token_ids[0]))
     except ValueError as error:
         message = f"the output cannot be constrained any further: {str(error).strip()[:300]}"
         return RowResult(error=RowError(RowErrorKind.GRAMMAR, message))

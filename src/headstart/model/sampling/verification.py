@@ -31,13 +31,13 @@ class VerifiedChunk:
     def drafts(self) -> "array[int]":
         return self.chunk.token_ids[len(self.chunk.token_ids) + 1 - self.chunk.num_logits :]
 
-    def extended_chunk(self) -> Chunk:
+    def chunk_after_verified(self) -> Chunk:
         """Return the chunk of one logit that would have come after the tokens found."""
         if not self.token_ids:
             return self.chunk
         return self.chunk._replace(history=self.chunk.history + array("i", self.token_ids))
 
-    def add_row(self, row: RowResult) -> bool:
+    def add_sampled_row(self, row: RowResult) -> bool:
         """Add the sampled row; return whether the position behind it can be sampled.
 
         An error behind the first position is left out: it comes again in the next step, without the tokens before it.
@@ -77,9 +77,9 @@ def verify_drafts(
     while pending:
         rows = sample(
             select_rows(logits, [one.first + len(one.token_ids) for one in pending]),
-            [o.extended_chunk() for o in pending],
+            [o.chunk_after_verified() for o in pending],
         )
-        pending = [one for one, row in zip(pending, rows, strict=True) if one.add_row(row)]
+        pending = [one for one, row in zip(pending, rows, strict=True) if one.add_sampled_row(row)]
     return [one.result() for one in verified]
 
 
@@ -90,5 +90,5 @@ def _sample_greedy(sample: Sample, logits: Tensor, verified: list[VerifiedChunk]
     for one in verified:
         own = [next(rows) for _ in range(one.chunk.num_logits)]
         for row in own:
-            if not one.add_row(row):
+            if not one.add_sampled_row(row):
                 break

@@ -13,7 +13,7 @@ _UNLIMITED_V1 = 1 << 60  # v1 writes "no limit" as the largest page-aligned 63-b
 
 
 @dataclass(frozen=True, slots=True)
-class CgroupMemoryLimit:
+class CgroupMemory:
     """Bytes of one group: its limit, and the usage that cannot be reclaimed (usage without inactive file cache)."""
 
     limit: int
@@ -26,9 +26,9 @@ def cpu_quota(root: Path = SYSTEM) -> float | None:
     return min(quotas, default=None)
 
 
-def cgroup_memory_limits(root: Path = SYSTEM) -> list[CgroupMemoryLimit]:
+def cgroup_memory_limits(root: Path = SYSTEM) -> list[CgroupMemory]:
     """Return every memory limit that applies to this process, innermost first; empty if there is none."""
-    grants: list[CgroupMemoryLimit] = []
+    grants: list[CgroupMemory] = []
     for folder, v2 in _folders("memory", root):
         limit = _number(folder / ("memory.max" if v2 else "memory.limit_in_bytes"))
         used = _number(folder / ("memory.current" if v2 else "memory.usage_in_bytes"))
@@ -36,7 +36,7 @@ def cgroup_memory_limits(root: Path = SYSTEM) -> list[CgroupMemoryLimit]:
             continue
         # The kernel drops inactive file pages before it refuses memory, so they count as free.
         reclaimable = _stat(folder / "memory.stat", "inactive_file" if v2 else "total_inactive_file")
-        grants.append(CgroupMemoryLimit(limit, max(used - reclaimable, 0)))
+        grants.append(CgroupMemory(limit, max(used - reclaimable, 0)))
     return grants
 
 

@@ -72,7 +72,7 @@ class GpuInfo:
     free: int | None
 
     @property
-    def memory(self) -> MemoryInfo:
+    def memory_info(self) -> MemoryInfo:
         return MemoryInfo(self.total, self.free or 0, "GPU")
 
 
@@ -167,7 +167,7 @@ def _read_gpu(index: int) -> GpuInfo:
 def _gpu(gpu: GpuInfo) -> tuple[tuple[str, str], ...]:
     free = "an unknown part" if gpu.free is None else format_bytes(gpu.free)
     try:
-        room = format_bytes(gpu_budget(gpu.memory))
+        room = format_bytes(gpu_budget(gpu.memory_info))
         pool = f"at most {room} less weights and buffers (--gpu-memory-utilization {GPU_UTILIZATION})"
     except ConfigError:
         pool = "none: see the warning"
@@ -184,7 +184,7 @@ def _memory_warning(gpu: GpuInfo, where: str) -> str | None:
     if gpu.free is None:
         return f"{where}its memory cannot be read: end other processes (nvidia-smi lists them)"
     try:
-        gpu_budget(gpu.memory)
+        gpu_budget(gpu.memory_info)
     except ConfigError as error:
         return f"{where}{error}"
     others = gpu.total - gpu.free - GPU_CONTEXT_BYTES

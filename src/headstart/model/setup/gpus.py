@@ -28,7 +28,7 @@ def count_gpus(device: str = "auto", driver: str = "libcuda.so.1") -> int:
     return int(found.stdout) if found.returncode == 0 else 0
 
 
-def visible_gpu_names(device: str, count: int, visible: str | None) -> tuple[str, ...]:
+def visible_gpu_ids(device: str, count: int, visible: str | None) -> tuple[str, ...]:
     """Return the names of the GPUs for processes with `device`: those of `visible` (the variable), or their numbers.
 
     () if the processes use none, or if there is no such GPU. `count`: of `count_gpus`.

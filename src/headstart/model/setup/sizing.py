@@ -50,15 +50,15 @@ def device_memory(device: str = "cpu", root: Path = SYSTEM) -> MemoryInfo:
     return cpu_memory(root)
 
 
-def gpu_bytes_held(device: str) -> int:
+def measure_torch_gpu_bytes(device: str) -> int:
     """Return the bytes of a GPU that torch holds in this process, after what it keeps unused is given back."""
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(torch.device(device))
 
 
-def measure_gpu_peak(run: Callable[[], object], device: str) -> int:
+def measure_gpu_peak_increase(run: Callable[[], object], device: str) -> int:
     """Run something and return the most bytes of a GPU that torch held meanwhile, beyond those held before."""
-    before, gpu = gpu_bytes_held(device), torch.device(device)
+    before, gpu = measure_torch_gpu_bytes(device), torch.device(device)
     torch.cuda.reset_peak_memory_stats(gpu)
     run()
     return torch.cuda.max_memory_reserved(gpu) - before

@@ -34,7 +34,7 @@ def available_cores(root: Path = SYSTEM) -> int:
     return cores if quota is None else max(min(cores, int(quota)), 1)
 
 
-def choose_num_threads(threads: int = 0, *, environ: MutableMapping[str, str] = os.environ) -> int:
+def configure_num_threads(threads: int = 0, *, environ: MutableMapping[str, str] = os.environ) -> int:
     """Return the number of compute threads: `threads`, else the user's OMP_NUM_THREADS, else every core granted.
 
     Sets OpenMP's variables in `environ` unless the user has set them; they have an effect only if torch is not imported

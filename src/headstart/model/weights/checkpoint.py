@@ -103,7 +103,7 @@ class ModelCheckpoint:
         if self._progress is not None:
             self._progress(entry.end - entry.begin)
 
-    def equal(self, name: str, other: str) -> bool:
+    def are_tensors_equal(self, name: str, other: str) -> bool:
         """Return whether two tensors have the same dtype, shape and bytes. Each is read from the disk at most once."""
         first, second = self.entries[name], self.entries[other]
         if (first.dtype, first.shape) != (second.dtype, second.shape):

@@ -37,7 +37,7 @@ def resolve_model(
     `token` None means HF_TOKEN or the stored login, `download_dir` None the hub's own cache, `endpoint` None
     HF_ENDPOINT or the public hub. Progress bars go to stderr. Raises ConfigError, in one line, for any failure.
     """
-    folder = local_model_path(model)
+    folder = local_path_unless_hub_id(model)
     if folder is not None:
         return folder
     hub, constants, errors = map(import_module, (_HUB, _CONSTANTS, _ERRORS))
@@ -59,7 +59,7 @@ def resolve_model(
     return _checked(Path(folder), model)
 
 
-def local_model_path(model: str) -> Path | None:
+def local_path_unless_hub_id(model: str) -> Path | None:
     """Return the folder or GGUF file named by `model`, or None if it may be a hub id. Raises ConfigError if neither."""
     if len(model) > MAX_NAME_CHARS:
         raise ConfigError(

@@ -47,7 +47,7 @@ class MixerShape(NamedTuple):
         return 2 * self.key_width + self.value_width
 
     @property
-    def state_size(self) -> int:
+    def num_state_elements(self) -> int:
         """Numbers of a layer's state: the last inputs of the convolution, and a matrix per head."""
         matrix = self.num_value_heads * self.key_dim * self.value_dim
         return (self.conv_size - 1) * self.num_channels + matrix

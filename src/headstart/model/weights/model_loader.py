@@ -18,7 +18,7 @@ from headstart import __version__
 from headstart.core.errors import ConfigError
 from headstart.gguf.gguf_reader import has_gguf_suffix
 from headstart.model.attention.base import resolve_backend
-from headstart.model.kernels.library import find_kernels, kernels_in_use
+from headstart.model.kernels.library import find_kernels, kernel_library_in_use
 from headstart.model.kernels.packed import ACTIVATION_BITS
 from headstart.model.layers.decoder import Decoder, LanguageModel, load_decoder
 from headstart.model.layers.dispatch import CHOICES, choose_linear_kernels
@@ -121,7 +121,7 @@ def load_model(
         shape, vocab_size, max_model_len = breadth.kv_shape, breadth.vocab_size, breadth.max_model_len
     else:
         with LoadingBar(checkpoint.num_bytes, f"Loading {folder.name}") as bar, checkpoint.reading(bar.advance):
-            compiled = kernels_in_use() if chosen_device.type == "cpu" else None
+            compiled = kernel_library_in_use() if chosen_device.type == "cpu" else None
             kinds = {entry.dtype for entry in checkpoint.entries.values()} & FORMATS.keys()
             blocks = any(FORMATS[kind].block_size > 1 for kind in kinds)  # in bfloat16 only our kernels multiply them
             if quantization == "none" and (chosen_dtype == torch.float32 or not blocks):

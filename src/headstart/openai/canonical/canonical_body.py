@@ -14,15 +14,19 @@ import msgspec
 from headstart.openai.canonical.canonical_messages import (
     KEEPING_VARIABLES,
     SYSTEM_RULES,
-    append_lines,
     canonical_messages,
     clean_system_prompt,
     inline_system_messages,
     strip_think_section,
     strip_token_counts_of_content,
-    with_canonical_json,
+    with_appended_lines,
+    with_canonical_json_field,
 )
-from headstart.openai.canonical.plain_items import replace_unsupported_items, supported_messages, supported_tools
+from headstart.openai.canonical.plain_items import (
+    replace_unsupported_items,
+    replace_unsupported_tools,
+    supported_messages,
+)
 from headstart.openai.canonical.prompt_rules import (
     AppliedRules,
     PromptRules,
@@ -89,7 +93,7 @@ def _plain(path: str, values: Values, counts: Counter[str]) -> dict[str, Any]:
     """Return the fields that the rule `plain_items` changes."""
     name, found = "input" if path == RESPONSES else "messages", dict[str, Any]()
     if (tools := _objects(values.get("tools"))) is not None:
-        found |= _if_changed("tools", supported_tools(path, tools, counts), tools)
+        found |= _if_changed("tools", replace_unsupported_tools(path, tools, counts), tools)
     if (sent := _objects(values.get(name))) is not None:
         plain = replace_unsupported_items(sent, counts) if path == RESPONSES else supported_messages(path, sent, counts)
         found |= _if_changed(name, plain, sent)
@@ -141,7 +145,7 @@ def _messages(values: Values, rules: PromptRules, counts: Counter[str]) -> dict[
     found = [_block_message(message, rules, counts) for message in sent]
     found = [new for new, old in zip(found, sent, strict=True) if new.get("content") or not old.get("content")] or sent
     if moved:
-        found[-1] = {**found[-1], "content": append_lines(found[-1].get("content"), "text", moved)}
+        found[-1] = {**found[-1], "content": with_appended_lines(found[-1].get("content"), "text", moved)}
     return changed | _if_changed("messages", found, sent)
 
 
@@ -175,7 +179,8 @@ def _block_message(message: Values, rules: PromptRules, counts: Counter[str]) ->
         message = with_field(message, "content", content)
     if message.get("role") == "user" and "json" in rules and (blocks := _objects(content)) is not None:
         found = [
-            with_canonical_json(one, "content", counts) if one.get("type") == "tool_result" else one for one in blocks
+            with_canonical_json_field(one, "content", counts) if one.get("type") == "tool_result" else one
+            for one in blocks
         ]
         return {**message, "content": found} if has_replaced_items(found, blocks) else message
     return message
@@ -185,7 +190,7 @@ def _responses(values: Values, rules: PromptRules, counts: Counter[str]) -> dict
     changed, moved = _clean_field(values, "instructions", rules, counts)
     sent = values.get("input")
     if isinstance(sent, str):
-        return changed | ({"input": append_lines(sent, "input_text", moved)} if moved else {})
+        return changed | ({"input": with_appended_lines(sent, "input_text", moved)} if moved else {})
     items = _objects(sent)
     if items is None or (moved and not items):
         return {}
@@ -196,14 +201,14 @@ def _responses(values: Values, rules: PromptRules, counts: Counter[str]) -> dict
         elif item.get("type") == "function_call_output" and rules & {"json", "token_counts"}:
             if "token_counts" in rules:
                 item = with_field(item, "output", strip_token_counts_of_content(item.get("output"), counts))
-            found.append(with_canonical_json(item, "output", counts) if "json" in rules else item)
+            found.append(with_canonical_json_field(item, "output", counts) if "json" in rules else item)
         else:
             changed_item = canonical_messages([item], rules - {"json"}, counts)[0] if "role" in item else item
             found += [changed_item] if changed_item.get("content") or not item.get("content") else []
     if moved and found:
         last = found[-1]
         name = "output" if last.get("type") == "function_call_output" else "content"
-        found[-1] = {**last, name: append_lines(last.get(name), "input_text", moved)}
+        found[-1] = {**last, name: with_appended_lines(last.get(name), "input_text", moved)}
     return changed | (_if_changed("input", found, items) if found else {})
 
 

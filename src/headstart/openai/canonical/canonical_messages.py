@@ -47,7 +47,7 @@ def canonical_messages(messages: Sequence[Message], rules: PromptRules, counts: 
         elif role == "assistant" and "drop_reasoning" in rules:
             message = _without_reasoning(message, counts)
         elif role == "tool" and "json" in rules:
-            message = with_canonical_json(message, "content", counts)
+            message = with_canonical_json_field(message, "content", counts)
         if "token_counts" in rules and role != "assistant" and "content" in message:
             content = strip_token_counts_of_content(message["content"], counts)
             if not content and message["content"] and len(messages) > 1:
@@ -135,7 +135,7 @@ def clean_system_prompt(content: Any, rules: PromptRules, counts: Counter[str]) 
 def canonical_tool_content(content: Any, counts: Counter[str]) -> Any:
     """Return the content of a tool message with JSON in one form; the same object if nothing changes."""
     if isinstance(content, str):
-        text = canonical_json(content)
+        text = canonicalize_json_text(content)
         if text == content:
             return content
         counts["json"] += 1
@@ -144,11 +144,11 @@ def canonical_tool_content(content: Any, counts: Counter[str]) -> Any:
         return content
     return map_items(
         cast("list[Any]", content),
-        lambda part: part if _text_of(part) is None else with_canonical_json(part, "text", counts),
+        lambda part: part if _text_of(part) is None else with_canonical_json_field(part, "text", counts),
     )
 
 
-def with_canonical_json(holder: Message, name: str, counts: Counter[str]) -> Message:
+def with_canonical_json_field(holder: Message, name: str, counts: Counter[str]) -> Message:
     """Return an object with the JSON of a field in one form."""
     return with_field(holder, name, canonical_tool_content(holder.get(name), counts))
 
@@ -192,11 +192,11 @@ def _without_reasoning(message: Message, counts: Counter[str]) -> Message:
 def _with_moved(messages: list[Message], lines: list[str]) -> list[Message]:
     """Return the messages with lines behind the last one that is a user's or a tool's; else behind the last one."""
     at = next((i for i in range(len(messages) - 1, -1, -1) if messages[i].get("role") in ("user", "tool")), -1)
-    messages[at] = {**messages[at], "content": append_lines(messages[at].get("content"), "text", lines)}
+    messages[at] = {**messages[at], "content": with_appended_lines(messages[at].get("content"), "text", lines)}
     return messages
 
 
-def append_lines(content: Any, kind: str, lines: list[str]) -> Any:
+def with_appended_lines(content: Any, kind: str, lines: list[str]) -> Any:
     """Return a content, a text or a list of parts, with lines behind it; `kind`: the type of a new part."""
     text = "\n".join(lines)
     if isinstance(content, list):
@@ -219,7 +219,7 @@ class _Number(str):
     __slots__ = ()
 
 
-def canonical_json(text: str) -> str:
+def canonicalize_json_text(text: str) -> str:
     """Return a JSON object or list in its one form; the text itself if it is neither, or has a key twice."""
     if not text.lstrip().startswith(("{", "[")):
         return text

@@ -73,7 +73,7 @@ def strip_nonces(text: str, rules: PromptRules, counts: Counter[str]) -> tuple[s
     return text, moved
 
 
-def nonce_rule_of_line(line: str) -> str:
+def nonce_rule_of_prompt_line(line: str) -> str:
     """Return the rule that removes or moves a line of a system prompt; empty if none does."""
     return next((nonce.rule for nonce in KNOWN_NONCES if nonce.lines.fullmatch(line)), "")
 

@@ -28,7 +28,7 @@ _AS_SENT = frozenset({"message", "item_reference"})
 _OWN_CALLS = frozenset(name for name, _ in CALL_FORMS.values() if name)  # tools whose calls no other engine makes
 
 
-def supported_tools(api: str, tools: list[Values], counts: Counter[str]) -> list[Values]:
+def replace_unsupported_tools(api: str, tools: list[Values], counts: Counter[str]) -> list[Values]:
     """Return the tools that engines read or may know of; the same objects where nothing changes."""
     found: list[Values] = []
     for sent in tools:

@@ -10,7 +10,7 @@ from typing import Any
 
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.openai.chat.chat_template import MAX_CHARS, MAX_SECONDS, check_template_source
-from headstart.openai.chat.template_forms import ContentForms, decode_content_forms
+from headstart.openai.chat.template_forms import ContentForms, parse_content_forms
 from headstart.openai.sandbox.sandbox_pool import SandboxLostError, SandboxPool, SandboxSpec
 
 MAX_BYTES = 512 * 1024 * 1024  # of one process; 16 Mi characters of a wide text take 64 MiB, several times
@@ -41,7 +41,9 @@ class ChatRenderer:
         )
         self._pool = SandboxPool(sandbox)
         self._forms: ContentForms | None = None
-        self.start: Callable[[], None] = self._pool.start  # a process, so that the first conversation does not wait
+        self.start: Callable[[], None] = (
+            self._pool.prestart_process
+        )  # a process, so that the first conversation does not wait
         self.close: Callable[[], object] = self._pool.close
 
     def render(
@@ -64,7 +66,7 @@ class ChatRenderer:
     def content_forms(self) -> ContentForms:
         """Return the forms of content that the template takes, as ChatTemplate does; raises what `render` raises."""
         if self._forms is None:
-            self._forms = decode_content_forms(self._ask(None))
+            self._forms = parse_content_forms(self._ask(None))
         return self._forms
 
     def _ask(self, request: Any, tenant: str = "") -> str:

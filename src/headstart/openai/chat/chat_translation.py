@@ -39,7 +39,7 @@ class TranslatedChatRequest:
         with self.rename_error_fields():
             return parse_chat(self.values, bounds)
 
-    def for_error_names(self) -> "TranslatedChatRequest":
+    def without_values(self) -> "TranslatedChatRequest":
         """Return the translation for the names in errors only, which refers to no message."""
         return replace(self, values={})
 

@@ -18,7 +18,7 @@ from headstart.openai.chat.template_forms import (
     SYSTEM_ROLES,
     ContentForms,
     Message,
-    ToolCallsProbe,
+    ToolCallsProbeCase,
 )
 from headstart.openai.tools.chat_format import ToolCallFormat
 from headstart.openai.tools.default_prompt import tool_calls_as_text, tool_result_as_text
@@ -179,7 +179,7 @@ class _Placement:
     ) -> list[Message]:
         """Return one message with calls, its results, and the user messages behind them."""
         calls = message["tool_calls"]
-        shape = ToolCallsProbe(bool(message["content"]), len(calls) > 1, bool(results), before_user)
+        shape = ToolCallsProbeCase(bool(message["content"]), len(calls) > 1, bool(results), before_user)
         if self._shows(shape, len(calls), len(results)):
             return [message, *results, *users]
         if users and results and self._shows(shape._replace(before_user=False), len(calls), len(results)):
@@ -193,7 +193,7 @@ class _Placement:
                 self.counts["separate_calls"] += 1
                 text = {"role": "assistant", "content": message["content"]}
                 return [text, *self._group({**message, "content": ""}, results, users, before_user=before_user)]
-        one = ToolCallsProbe(shape.has_content)
+        one = ToolCallsProbeCase(shape.has_content)
         if shape.is_parallel and len(calls) == len(results) and self._shows(one, 1, 1):
             self.counts["separate_calls"] += len(calls) - 1
             return self._one_by_one(message, results, users, before_user=before_user)
@@ -203,7 +203,7 @@ class _Placement:
         keeps = self._keeps_results and not before_user
         return [{**kept, "content": text}, *(results if keeps else map(self._plain_result, results)), *users]
 
-    def _shows(self, shape: ToolCallsProbe, num_calls: int, num_results: int) -> bool:
+    def _shows(self, shape: ToolCallsProbeCase, num_calls: int, num_results: int) -> bool:
         """Return whether calls are shown as they are. Results of only some must be shown with and without all."""
         is_complete = num_results in (0, num_calls)
         shapes = [shape] if is_complete else [shape._replace(is_answered=one) for one in (True, False)]

@@ -155,5 +155,5 @@ def _reasoning(message: Mapping[str, Any], bounds: RequestBounds) -> dict[str, s
         if isinstance(part.get(key), str) and part[key]
     ]
     if sent and not texts:
-        bounds.note_skipped(NameKind.ITEM, "reasoning")
+        bounds.note_omitted_from_prompt(NameKind.ITEM, "reasoning")
     return {"reasoning_content": "".join(texts)} if texts else {}

@@ -38,7 +38,7 @@ class ContentForms(NamedTuple):
 ONE_TEXT = ContentForms({}, takes_null=False, takes_no_parameters=False)
 
 
-class ToolCallsProbe(NamedTuple):
+class ToolCallsProbeCase(NamedTuple):
     """Tool calls of one message and their results, as far as a template may treat them differently."""
 
     has_content: bool = False
@@ -52,7 +52,7 @@ class ToolCallsProbe(NamedTuple):
         return " ".join(("calls", *(name for name, is_so in self._asdict().items() if is_so)))
 
 
-PLAIN_CALL = ToolCallsProbe().label
+PLAIN_CALL = ToolCallsProbeCase().label
 
 
 def detect_content_forms(tried: Tried) -> ContentForms:
@@ -119,7 +119,7 @@ def encode_content_forms(forms: ContentForms) -> str:
     return json.dumps((*forms[:3], shown, forms.reasoning_key))
 
 
-def decode_content_forms(answer: str) -> ContentForms:
+def parse_content_forms(answer: str) -> ContentForms:
     """Return the forms from JSON that is not trusted."""
     try:
         separators, takes_null, takes_no_parameters, shown, key = json.loads(answer)
@@ -189,10 +189,10 @@ def _probes(arguments: Any) -> Iterator[tuple[str, list[Message]]]:
 
 
 def _calls_probes(arguments: Any) -> Iterator[tuple[str, list[list[Message]]]]:
-    """Yield the conversations of each ToolCallsProbe by name: all must be shown."""
+    """Yield the conversations of each ToolCallsProbeCase by name: all must be shown."""
     user = [_user("g"), _text("assistant", "h"), _user("i")]
     answers = [[_text("assistant", "g"), _user("h")], [_called("", _call(3, "g", arguments)), _result(3, "h")]]
-    for shape in map(ToolCallsProbe._make, product((False, True), repeat=4)):
+    for shape in map(ToolCallsProbeCase._make, product((False, True), repeat=4)):
         calls = [_call(1, "c", arguments), *([_call(2, "d", arguments)] if shape.is_parallel else [])]
         results = [_result(1, "e"), *([_result(2, "f")] if shape.is_parallel else [])] if shape.is_answered else []
         behind = [user] if shape.before_user else [*answers, *([[]] if shape.is_answered else [])]

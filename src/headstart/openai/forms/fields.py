@@ -13,7 +13,7 @@ from headstart.openai.value_checks import check_list, raise_unsupported
 _LISTED = {api: [row for row in TREATMENTS if (row.api, row.place) == (api, NameKind.FIELD)] for api in ApiName}
 
 
-def check_request_fields(api: ApiName, values: Mapping[str, Any], bounds: RequestBounds) -> None:
+def refuse_or_skip_fields(api: ApiName, values: Mapping[str, Any], bounds: RequestBounds) -> None:
     """Note fields that are skipped, unless their value means "off". Raises InvalidRequestError for refused ones."""
     for row in _LISTED[api]:
         if values.get(row.name) in (None, False, [], {}):
@@ -21,7 +21,7 @@ def check_request_fields(api: ApiName, values: Mapping[str, Any], bounds: Reques
         if row.treatment is NameTreatment.REFUSED:
             raise_unsupported(row.name, row.note)
         if row.treatment is NameTreatment.SKIPPED:
-            bounds.note_skipped(NameKind.FIELD, row.name)
+            bounds.note_omitted_from_prompt(NameKind.FIELD, row.name)
 
 
 _OTHERS = (

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from headstart.openai.forms.treatments import TREATMENTS, UNREADABLE, NameKind, NameTreatment, strip_version_date
+from headstart.openai.forms.treatments import TREATMENTS, UNREADABLE, NameKind, NameTreatment, strip_date_suffix
 
 SKIPPED_HEADER = "x-headstart-skipped"
 """The response header that names what was left out of the prompt: `tool.web_search=1, part.image=2`."""
@@ -34,10 +34,10 @@ class SkippedNames:
 
     def add(self, place: NameKind, name: object) -> None:
         """Count a name; one that is no plain word counts as `other`."""
-        plain = strip_version_date(name) if isinstance(name, str) else ""
+        plain = strip_date_suffix(name) if isinstance(name, str) else ""
         self._counts[f"{place}.{plain if _PLAIN.fullmatch(plain) else _OTHER}"] += 1
 
-    def has(self, place: NameKind) -> bool:
+    def has_kind(self, place: NameKind) -> bool:
         """Return whether anything of this kind was left out."""
         return any(name.startswith(f"{place}.") for name in self._counts)
 

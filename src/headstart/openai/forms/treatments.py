@@ -188,7 +188,7 @@ _BY_NAME = {row[:3]: row for row in TREATMENTS}
 _VERSION = re.compile(r"_20\d\d(?:_\d\d_\d\d|\d{4})$")  # web_search_20250305, web_search_2025_08_26
 
 
-def strip_version_date(name: str) -> str:
+def strip_date_suffix(name: str) -> str:
     """Return a type without the date at its end."""
     return _VERSION.sub("", name)
 
@@ -197,4 +197,4 @@ def find_treatment(api: ApiName, place: NameKind, name: object) -> TreatmentEntr
     """Return the row of a name, with or without its date; None: the table does not list it."""
     if not isinstance(name, str):
         return None
-    return _BY_NAME.get((api, place, name)) or _BY_NAME.get((api, place, strip_version_date(name)))
+    return _BY_NAME.get((api, place, name)) or _BY_NAME.get((api, place, strip_date_suffix(name)))

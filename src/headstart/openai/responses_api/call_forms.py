@@ -127,7 +127,7 @@ def _read(name: str, tool: Mapping[str, Any], bounds: RequestBounds) -> Json:
     row = find_treatment(ApiName.RESPONSES, NameKind.TOOL, kind)
     is_function = kind == "function" or (row is None and "parameters" in tool and "name" in tool)
     if not is_function and (row is None or row.treatment is NameTreatment.SKIPPED or _is_hosted(tool)):
-        bounds.note_skipped(NameKind.TOOL, kind)
+        bounds.note_omitted_from_prompt(NameKind.TOOL, kind)
         return {"type": kind}
     if kind not in _EXECUTED and not isinstance(tool.get("name"), str):
         raise_invalid_value(f"{name}.name", f"is {safe_repr(tool.get('name'))}", "it must be a string")

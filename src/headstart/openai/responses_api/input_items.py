@@ -9,9 +9,9 @@ from typing import Any
 
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.forms.carried_text import (
+    extract_readable_content,
     item_text,
     non_text_part_text,
-    strip_opaque_fields,
     tool_result_content,
     value_as_text,
 )
@@ -36,7 +36,7 @@ _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
-def read_input_items(value: object, bounds: RequestBounds) -> list[Json]:
+def read_canonical_items(value: object, bounds: RequestBounds) -> list[Json]:
     """Return the items of `input` in canonical form. Raises InvalidRequestError."""
     if value is None:
         raise missing_parameter_error("input")
@@ -81,7 +81,7 @@ def first_referenced_response(items: object) -> str | None:
     return None if first is None else response_id_of_item(first)
 
 
-def find_output_item(response: Mapping[str, Any], item_id: str) -> Json | None:
+def find_output_item_by_id(response: Mapping[str, Any], item_id: str) -> Json | None:
     """Return the output item of a response object; None if it has none with this id."""
     return next((item for item in response["output"] if item["id"] == item_id), None)
 
@@ -165,7 +165,7 @@ def read_input_item(name: str, item: object, bounds: RequestBounds) -> Json:
         case "reasoning":
             read = {"type": "reasoning", "summary": [], "content": _reasoning(name, item)}
             if not read["content"]:
-                bounds.note_skipped(NameKind.ITEM, "reasoning")
+                bounds.note_omitted_from_prompt(NameKind.ITEM, "reasoning")
             return _with_id(name, item, read)
         case "item_reference":
             return {"type": REFERENCE, "id": check_string(f"{name}.id", item.get("id"))}
@@ -202,7 +202,7 @@ def _other(name: str, kind: str, item: Mapping[str, Any], bounds: RequestBounds)
         raise_unsupported(name, row.note)
     text = "" if row is not None and row.treatment is NameTreatment.SKIPPED else item_text(name, item, bounds)
     if not text:
-        bounds.note_skipped(NameKind.ITEM, kind)
+        bounds.note_omitted_from_prompt(NameKind.ITEM, kind)
         return {"type": kind}
     role = item.get("role")
     is_users = kind.endswith(("_output", "_response")) and kind != "program_output"
@@ -263,7 +263,7 @@ def _output(name: str, item: Mapping[str, Any], bounds: RequestBounds) -> str | 
         return check_encodable_text(f"{name}.output", value)
     if not is_own:
         sent = {"tools": item.get("tools")} if value is None else value
-        found = strip_opaque_fields(f"{name}.output", sent, bounds) or item.get("status")
+        found = extract_readable_content(f"{name}.output", sent, bounds) or item.get("status")
         return value_as_text(found) if found else ""
     parts = check_list(f"{name}.output", value, MAX_PARTS, "parts")
     read = [_part(f"{name}.output[{index}]", part, "input_text", bounds) for index, part in enumerate(parts)]

@@ -4,13 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart.openai.chat.chat_parts import ChatPart, ChatPartKind, ChatParts
+from headstart.openai.chat.chat_parts import ChatOutputPart, ChatOutputPartKind, ChatOutputParts
 from headstart.openai.responses import CACHE_SOURCES, Json
 from headstart.openai.responses_api.call_forms import CallItemForm, ChatTool
 
-_PREFIXES = {ChatPartKind.CONTENT: "msg_", ChatPartKind.REASONING: "rs_", ChatPartKind.TOOL_CALL: "fc_"}
+_PREFIXES = {
+    ChatOutputPartKind.CONTENT: "msg_",
+    ChatOutputPartKind.REASONING: "rs_",
+    ChatOutputPartKind.TOOL_CALL: "fc_",
+}
 _INPUT_PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
-PART_TYPES = {ChatPartKind.CONTENT: "output_text", ChatPartKind.REASONING: "reasoning_text"}
+PART_TYPES = {ChatOutputPartKind.CONTENT: "output_text", ChatOutputPartKind.REASONING: "reasoning_text"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,26 +30,26 @@ class ResponseTemplate:
     echo: Json
     tools: Mapping[str, ChatTool] = field(default_factory=dict[str, ChatTool])
 
-    def output_item_id(self, part: ChatPart) -> str:
+    def output_item_id(self, part: ChatOutputPart) -> str:
         """Return the id of the output item of a part: unique, since the response's id is."""
         return f"{_PREFIXES[part.kind]}{self.response_id.rpartition('_')[2]}{part.index:02x}"
 
-    def item(self, part: ChatPart, status: str, *, is_empty: bool = False) -> Json:
+    def item(self, part: ChatOutputPart, status: str, *, is_empty: bool = False) -> Json:
         """Return the output item of a part; `is_empty`: as it is before any text."""
         item: Json = {"id": self.output_item_id(part)}
         text = "" if is_empty else part.text
-        if part.kind is ChatPartKind.TOOL_CALL:
+        if part.kind is ChatOutputPartKind.TOOL_CALL:
             assert part.call is not None
             tool = self.tools.get(part.call.name)
             form, names = (CallItemForm(), {"name": part.call.name}) if tool is None else (tool.form, tool.names)
             call = {"call_id": part.call.call_id, **names, form.payload: form.payload_from_arguments(text)}
             return {**item, "type": form.item, "status": status, **call}
         content = [] if is_empty else [content_part(part.kind, text)]
-        if part.kind is ChatPartKind.REASONING:
+        if part.kind is ChatOutputPartKind.REASONING:
             return {**item, "type": "reasoning", "status": status, "summary": [], "content": content}
         return {**item, "type": "message", "status": status, "role": "assistant", "content": content}
 
-    def call_item_form(self, part: ChatPart) -> CallItemForm:
+    def call_item_form(self, part: ChatOutputPart) -> CallItemForm:
         """Return the form of a call."""
         assert part.call is not None
         tool = self.tools.get(part.call.name)
@@ -70,13 +74,13 @@ class ResponseTemplate:
         }
 
 
-def content_part(kind: ChatPartKind, text: str) -> Json:
+def content_part(kind: ChatOutputPartKind, text: str) -> Json:
     """Return the content part of a message or of reasoning."""
     part: Json = {"type": PART_TYPES[kind], "text": text}
-    return part | {"annotations": [], "logprobs": []} if kind is ChatPartKind.CONTENT else part
+    return part | {"annotations": [], "logprobs": []} if kind is ChatOutputPartKind.CONTENT else part
 
 
-def response_usage(usage: Json, parts: ChatParts) -> Json:
+def response_usage(usage: Json, parts: ChatOutputParts) -> Json:
     """Return the usage of a response from that of a chat."""
     details = usage["prompt_tokens_details"]
     cached = {f"{source}_tokens": details[f"{source}_tokens"] for source in CACHE_SOURCES}

@@ -8,13 +8,13 @@ from pydantic import Field
 
 from headstart.openai.bounds import INT31_MAX, RequestBounds
 from headstart.openai.chat.chat_translation import TranslatedChatRequest, shared_chat_params, template_variables
-from headstart.openai.forms.fields import check_request_fields
+from headstart.openai.forms.fields import refuse_or_skip_fields
 from headstart.openai.forms.treatments import ApiName
 from headstart.openai.generation_fields import Model, SamplingFields
 from headstart.openai.request_model import RequestModel, Text, custom_validator, validate_as
 from headstart.openai.responses import Json
 from headstart.openai.responses_api.call_forms import chat_tools, is_skipped_tool, namespaced_function_name, read_tools
-from headstart.openai.responses_api.input_items import check_call_outputs, items_as_chat_messages, read_input_items
+from headstart.openai.responses_api.input_items import check_call_outputs, items_as_chat_messages, read_canonical_items
 from headstart.openai.tools.tool_fields import MAX_TOOLS, ReasoningEffort, read_reasoning_effort
 from headstart.openai.value_checks import (
     check_list,
@@ -62,7 +62,7 @@ class TextOptions(RequestModel):
     verbosity: Ignored = Field(None, description="Accepted, without effect")
 
 
-Items = Annotated[list[Json], custom_validator(read_input_items, str | list[dict[str, Any]])]
+Items = Annotated[list[Json], custom_validator(read_canonical_items, str | list[dict[str, Any]])]
 Tools = Annotated[list[Json], custom_validator(read_tools, list[dict[str, Any]])]
 ToolChoice = Annotated[Any, custom_validator(lambda value, _: _tool_choice(value), str | dict[str, Any])]
 Metadata = Annotated[dict[str, str], custom_validator(lambda value, _: _metadata(value), dict[str, str])]
@@ -94,11 +94,11 @@ def parse_responses(values: Mapping[str, Any], bounds: RequestBounds) -> Respons
     """Return a validated /v1/responses body. Raises InvalidRequestError."""
     if values.get("input") is None:
         raise missing_parameter_error("input")
-    check_request_fields(ApiName.RESPONSES, values, bounds)
+    refuse_or_skip_fields(ApiName.RESPONSES, values, bounds)
     return validate_as(ResponsesRequest, values, bounds)
 
 
-def translate_responses(
+def responses_to_chat_request(
     request: ResponsesRequest, values: Mapping[str, Any], history: Sequence[Json] = ()
 ) -> TranslatedChatRequest:
     """Return the chat request of a body: instructions, history and input. Raises InvalidRequestError."""

@@ -63,7 +63,7 @@ class SandboxPool:
         self._paused_until: dict[str, float] = {}
         self.close: Callable[[], object] = weakref.finalize(self, _kill_all, self._all)
 
-    def start(self) -> None:
+    def prestart_process(self) -> None:
         """Start a process, so that the first request does not wait. Raises ConfigError if it cannot be built."""
         self._give_back(self._take(EVERYBODY), EVERYBODY)
 

@@ -44,7 +44,7 @@ def serve(build: Callable[[Any], Handler], too_large: InvalidRequestError) -> No
             try:
                 handler = build(setup)
             except ConfigError as error:
-                send(stream, CONFIG_ERROR, encode_text(str(error)))
+                send(stream, CONFIG_ERROR, encode_utf8(str(error)))
                 return
         send(stream, READY, b"")
         while True:
@@ -69,7 +69,7 @@ def receive(stream: socket.socket) -> bytes:
     return _exactly(stream, size)
 
 
-def encode_text(text: str) -> bytes:
+def encode_utf8(text: str) -> bytes:
     """Return a text as bytes, lone surrogates included."""
     return text.encode("utf-8", "surrogatepass")
 
@@ -83,11 +83,11 @@ def _exactly(stream: socket.socket, size: int) -> bytes:
 
 def _answer(handler: Handler, request: Any, too_large: InvalidRequestError) -> tuple[bytes, bytes]:
     try:
-        return TEXT, encode_text(handler(request))
+        return TEXT, encode_utf8(handler(request))
     except InvalidRequestError as error:
-        return ERROR, encode_text(f"{error.param or ''}\n{error}")
+        return ERROR, encode_utf8(f"{error.param or ''}\n{error}")
     except MemoryError:  # outside of what the handler catches, as when its answer is encoded
-        return ERROR, encode_text(f"{too_large.param or ''}\n{too_large}")
+        return ERROR, encode_utf8(f"{too_large.param or ''}\n{too_large}")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from headstart.core.engine import EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError
-from headstart.gguf.tokenizer_json import FILE_NAME, model_tokenizer_json
+from headstart.gguf.tokenizer_json import FILE_NAME, read_tokenizer_json
 from headstart.openai.sandbox.sandbox_pool import SandboxLostError, SandboxPool, SandboxSpec
 
 MAX_SECONDS = 1.0
@@ -70,7 +70,7 @@ class GrammarChecker:
     def _processes(self) -> SandboxPool:
         with self._lock:
             if self._pool is None:
-                text = model_tokenizer_json(self._model)
+                text = read_tokenizer_json(self._model)
                 if text is None:
                     raise ConfigError(f"structured output needs the model's {FILE_NAME}, which it does not have")
                 sandbox = SandboxSpec(

@@ -49,10 +49,10 @@ def regex_grammar(regex: str) -> str:
 
 def choice_grammar(choices: Sequence[str]) -> str:
     """Return the grammar of one of these texts, none of which is empty."""
-    return lark_grammar("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+    return grammar_from_lark("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
 
 
-def lark_grammar(grammar: str) -> str:
+def grammar_from_lark(grammar: str) -> str:
     """Return the grammar of a text in llguidance's dialect of Lark."""
     return LLMatcher.grammar_from_lark(grammar)
 

@@ -36,13 +36,13 @@ _DECODER = json.JSONDecoder()
 _RULE = re.compile(r"^[ \t]*+[?!]?[A-Za-z_][\w.]*+(?:\[[^\]\n]*+\])?[ \t]*+:", re.MULTILINE)
 
 
-def check_schema_limits(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def check_and_adapt_schema(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the schema as llguidance reads it right. Raises InvalidRequestError, which names the keyword."""
     return _limited_schemas(name, [schema])[0]
 
 
 def _limited_schemas(name: str, schemas: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the schemas of one grammar as `check_schema_limits` does; they share the limits on the number of parts."""
+    """Return the schemas of one grammar as `check_and_adapt_schema` does; they share the limits on parts."""
     counts: Counter[str] = Counter()
     return [_limited(name, schema, counts) for schema in schemas]
 
@@ -76,8 +76,8 @@ def check_regex_limits(name: str, regex: str) -> str:
     return regex
 
 
-def check_lark_limits(name: str, grammar: str) -> str:
-    """Return a grammar in Lark with its JSON Schemas (%json) as `check_schema_limits` returns them.
+def check_and_adapt_lark(name: str, grammar: str) -> str:
+    """Return a grammar in Lark with its JSON Schemas (%json) as `check_and_adapt_schema` returns them.
 
     Raises InvalidRequestError if it has too many rules, too long a line, or what a JSON Schema may not have.
     """

@@ -17,11 +17,11 @@ from headstart.openai.structured.dropped_keywords import Dropped, LoosenedSchema
 from headstart.openai.structured.grammar_text import (
     ANY_OBJECT,
     choice_grammar,
+    grammar_from_lark,
     json_schema_grammar,
-    lark_grammar,
     regex_grammar,
 )
-from headstart.openai.structured.schema_limits import check_lark_limits, check_regex_limits, check_schema_limits
+from headstart.openai.structured.schema_limits import check_and_adapt_lark, check_and_adapt_schema, check_regex_limits
 from headstart.openai.structured.schema_rewrites import close_schema_objects
 from headstart.openai.value_checks import (
     check_encodable_text,
@@ -49,7 +49,7 @@ def read_json_schema(name: str, value: object) -> Mapping[str, Any]:
         raise_invalid_value(name, "is false", "it allows no document at all")
     value = {} if value is True else value
     check_grammar_size(name, json.dumps(value))
-    return check_schema_limits(name, value)
+    return check_and_adapt_schema(name, value)
 
 
 def _parsed(name: str, text: str) -> Any:
@@ -111,7 +111,7 @@ def _lark(name: str, text: str) -> str:
         raise_invalid_value(
             name, "is a grammar in GBNF", "send one in Lark, a regular expression as regex, or a json_schema"
         )
-    return check_lark_limits(name, text)
+    return check_and_adapt_lark(name, text)
 
 
 class JsonSchemaFormat(RequestModel):
@@ -274,7 +274,7 @@ def _of_structured_outputs(fields: StructuredFields, closes: bool) -> list[Outpu
 _OF_TEXTS: Mapping[str, Callable[[Any], str]] = {
     "regex": regex_grammar,
     "choice": choice_grammar,
-    "grammar": lark_grammar,
+    "grammar": grammar_from_lark,
 }
 
 

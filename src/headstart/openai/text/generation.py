@@ -36,7 +36,7 @@ class OutputDelta(NamedTuple):
     chat: ChatDelta | None = None  # the text of a chat, split into its parts; None: all of it is content
 
     @property
-    def num_entries(self) -> int:
+    def num_logprob_entries(self) -> int:
         """Number of log-probabilities with their alternatives, of the echo too."""
         return len(self.logprobs) + (0 if self.echo is None else len(self.echo))
 
@@ -102,7 +102,7 @@ class GeneratedOutput:
         self.chat: ChatDelta | None = None  # at the end and not of a stream: the parts; None: all of it is content
 
     @property
-    def text(self) -> str:
+    def text_with_echo(self) -> str:
         """The text returned so far, including an echoed prompt."""
         return self.output_text if self.echo is None else self.echo.text + self.output_text
 
@@ -188,7 +188,7 @@ class GeneratedOutput:
         self._length += len(piece)
         self._held += piece
         armed = self.num_tokens > self._request.sampling.min_tokens
-        return self._stops.feed(piece, armed=armed)
+        return self._stops.search_piece(piece, armed=armed)
 
     def _cut(self, match: StopMatch) -> None:
         """Drop the text from the stop string on, or after it if it is included in the output."""

@@ -118,7 +118,7 @@ class SegmentedTokenizer(Tokenizer):
 
     def _encoded(self, segments: list[str]) -> "list[array[int]]":
         """Return the token ids of each segment, and store those of new segments."""
-        found = self.memory.find(self._scope, segments)
+        found = self.memory.find_keys_and_tokens(self._scope, segments)
         new = [index for index, (_, token_ids) in enumerate(found) if token_ids is None]
         encodings = self.backend.encode_batch_fast([segments[index] for index in new], add_special_tokens=False)
         parts = [token_ids for _, token_ids in found]
@@ -160,7 +160,7 @@ class SegmentCache:
         """The bytes held for all tenants."""
         return self._segments.num_bytes
 
-    def find(self, scope: CacheScope, texts: Sequence[str]) -> "list[tuple[bytes, array[int] | None]]":
+    def find_keys_and_tokens(self, scope: CacheScope, texts: Sequence[str]) -> "list[tuple[bytes, array[int] | None]]":
         """Return the key of each text, and its token ids if they are cached. The arrays must not be modified."""
         hashed = hashlib.sha256(len(scope.domain).to_bytes(8, "little") + scope.domain)
         keys: list[bytes] = []
@@ -168,7 +168,7 @@ class SegmentCache:
             own = hashed.copy()
             own.update(text.encode("utf-8", "surrogatepass"))
             keys.append(own.digest())
-        found = self._segments.find(scope.tenant, keys)
+        found = self._segments.find_values(scope.tenant, keys)
         num_hits = sum(token_ids is not None for token_ids in found)
         self.num_hits += num_hits
         self.num_misses += len(found) - num_hits

@@ -48,7 +48,7 @@ class TenantCache(Generic[Value]):
         with self._lock:
             return sum(len(entries.values) for entries in self._tenants.values())
 
-    def find(self, tenant: str, keys: Sequence[Hashable]) -> list[Value | None]:
+    def find_values(self, tenant: str, keys: Sequence[Hashable]) -> list[Value | None]:
         """Return the value of each key, None if there is none, and mark them as used in this order."""
         with self._lock:
             entries = self._tenants.get(tenant)
@@ -64,7 +64,7 @@ class TenantCache(Generic[Value]):
                 found.append(value)
             return found
 
-    def values(self, tenant: str) -> list[Value]:
+    def values_of_tenant(self, tenant: str) -> list[Value]:
         """Return the values of a tenant, the least recently used first. Marks none as used."""
         with self._lock:
             entries = self._tenants.get(tenant)

@@ -113,7 +113,7 @@ class Tokenizer:
         if self._template is not None:
             self._template.start()
 
-    def render_chat(
+    def render_chat_text(
         self,
         messages: list[dict[str, Any]],
         *,
@@ -265,7 +265,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 def _max_token_chars(backend: tokenizers.Tokenizer, vocabulary: "Vocabulary") -> int:
     """Return the maximum characters per token; 0 if unbounded (runs of unknown characters, removed spaces)."""
-    tidied = any(part["type"] != "NFC" for part in flattened_settings(backend.normalizer))
+    tidied = any(part["type"] != "NFC" for part in flattened_component_settings(backend.normalizer))
     stripping = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
     if tidied or stripping or not vocabulary.byte_level:
         return 0
@@ -278,7 +278,7 @@ class Vocabulary:
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
-        kinds = [part["type"] for part in flattened_settings(backend.decoder)]
+        kinds = [part["type"] for part in flattened_component_settings(backend.decoder)]
         self.byte_level = kinds == ["ByteLevel"]
         self.byte_fallback = "ByteFallback" in kinds
         added = backend.get_added_tokens_decoder()
@@ -322,7 +322,7 @@ class Vocabulary:
         return decoder.decode([probe, token]).removeprefix(probe).encode()
 
 
-def flattened_settings(component: Any) -> list[dict[str, Any]]:
+def flattened_component_settings(component: Any) -> list[dict[str, Any]]:
     """Return the settings of a decoder or normalizer of the library, with sequences flattened; [] for None."""
     return [] if component is None else list(_flat(json.loads(component.__getstate__())))
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.structured.dropped_keywords import (
     Dropped,
-    loosen_accepted_schema,
+    loosen_already_accepted_schema,
     loosen_or_refuse_schema,
     loosen_schema,
 )
 from headstart.openai.structured.grammar_text import TOOL_LINE
-from headstart.openai.structured.schema_limits import check_schema_limits
+from headstart.openai.structured.schema_limits import check_and_adapt_schema
 from headstart.openai.structured.schema_rewrites import close_schema_objects
 from headstart.openai.tools.tool_fields import Tool, ToolParams
 
@@ -73,7 +73,7 @@ def tool_grammar_rules(tools: ToolParams, rule: str, rules_of: Callable[[int, To
 def keywords_dropped_by_tool(tools: ToolParams) -> Dropped:
     """Return the keywords that the grammar of calls does not keep to, by the names of the tools."""
     found = [
-        (tool.name, (loosen_accepted_schema if tool.strict else loosen_schema)(tool.parameters).dropped)
+        (tool.name, (loosen_already_accepted_schema if tool.strict else loosen_schema)(tool.parameters).dropped)
         for tool in tools.callable_tools
     ]
     return tuple((name, keywords) for name, keywords in found if keywords)
@@ -86,7 +86,7 @@ def tool_arguments_schema(tool: Tool) -> Mapping[str, Any]:
     """
     name = f"tools: function {tool.name!r}"
     try:
-        schema = check_schema_limits(name, tool.parameters)
+        schema = check_and_adapt_schema(name, tool.parameters)
         schema = close_schema_objects(schema) if tool.is_closed else schema
         if tool.strict:
             schema = loosen_or_refuse_schema(name, schema, ", or send strict: false for this tool").schema
@@ -110,7 +110,7 @@ def with_definitions(root: Mapping[str, Any], schema: Any) -> Any:
     return {**shared, **schema} if isinstance(schema, Mapping) else schema
 
 
-def listed_arguments(tool: Tool, schema: Mapping[str, Any], calls: str) -> list[ToolArgument]:
+def ordered_tool_arguments(tool: Tool, schema: Mapping[str, Any], calls: str) -> list[ToolArgument]:
     """Return the arguments that a schema lists, in its order, for calls without a JSON object around them.
 
     Raises InvalidRequestError for a schema that is more than a list; `calls`: those that need it.

@@ -127,7 +127,7 @@ def _is_skipped(index: int, tool: object, bounds: RequestBounds) -> bool:
     row = find_treatment(ApiName.CHAT, NameKind.TOOL, kind)
     if row is not None and row.treatment is NameTreatment.REFUSED:
         raise_unsupported(f"tools[{index}]", row.note)
-    bounds.note_skipped(NameKind.TOOL, kind)
+    bounds.note_omitted_from_prompt(NameKind.TOOL, kind)
     return True
 
 
@@ -237,7 +237,7 @@ def read_reasoning_effort(
     """Return an effort; None, and `name` is noted as skipped, for one that is newer than this server."""
     if isinstance(value, str) and value in known:
         return value
-    bounds.note_skipped(NameKind.FIELD, name)
+    bounds.note_omitted_from_prompt(NameKind.FIELD, name)
     return None
 
 

@@ -8,7 +8,7 @@ of llguidance takes such tokens for special ones, which no text matches.
 import json
 from collections.abc import Callable, Mapping
 
-from headstart.openai.structured.grammar_text import lark_grammar
+from headstart.openai.structured.grammar_text import grammar_from_lark
 from headstart.openai.tools.call_grammar import (
     ANY_TEXT,
     DEFINITIONS,
@@ -16,8 +16,8 @@ from headstart.openai.tools.call_grammar import (
     CallGrammar,
     TokenId,
     json_value_expression,
-    listed_arguments,
     marker_expression,
+    ordered_tool_arguments,
     tool_arguments_schema,
     tool_grammar_rules,
     unwritable_arguments_error,
@@ -56,7 +56,7 @@ def answer_grammar(
     lines += [f"ANY: {ANY_TEXT}", f"SPACE: {_SPACE}"]
     think = _think(output, token_id, lines)
     text = "\n".join([lines[0], f"start: {think}{body}", *lines[1:], ""])
-    return _with_content(text, content) if CONTENT in body else lark_grammar(text)
+    return _with_content(text, content) if CONTENT in body else grammar_from_lark(text)
 
 
 def _calls(grammar: CallGrammar, tools: ToolParams, content: str | None) -> str:
@@ -167,7 +167,7 @@ def _pythonic(tools: ToolParams, _: ChatFormat, token_id: TokenId) -> CallGramma
 def _python_call(index: int, tool: Tool) -> list[str]:
     """Return the rules of one call: keyword arguments in the order of the schema, their values in JSON."""
     schema = tool_arguments_schema(tool)
-    arguments = listed_arguments(tool, schema, "pythonic")
+    arguments = ordered_tool_arguments(tool, schema, "pythonic")
     for name, _, _ in arguments:
         if not (name.isidentifier() and name.isascii()):
             raise unwritable_arguments_error(

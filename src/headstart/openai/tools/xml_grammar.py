@@ -17,14 +17,19 @@ from headstart.openai.tools.call_grammar import (
     CallGrammar,
     TokenId,
     json_value_expression,
-    listed_arguments,
     marker_expression,
+    ordered_tool_arguments,
     tool_arguments_schema,
     tool_grammar_rules,
     unwritable_arguments_error,
     with_definitions,
 )
-from headstart.openai.tools.parsers.argument_types import STRING, ToolArgumentTypes, json_type_of, resolve_reference
+from headstart.openai.tools.parsers.argument_types import (
+    STRING,
+    ToolArgumentTypes,
+    json_type_of_value,
+    resolve_reference,
+)
 from headstart.openai.tools.parsers.xml_calls import CALL_MARKERS, GLM45_FORM, QWEN3_CODER_FORM, XmlCallFormat
 from headstart.openai.tools.tool_fields import Tool, ToolParams
 
@@ -111,7 +116,7 @@ def _items(index: int, tool: Tool, form: XmlCallFormat, line: str, token_id: Tok
     """Append the rules of a tool's arguments; return the expression of all of them, in the order of the schema."""
     schema = tool_arguments_schema(tool)
     expressions: list[str] = []
-    for at, (name, inner, is_required) in enumerate(listed_arguments(tool, schema, "XML")):
+    for at, (name, inner, is_required) in enumerate(ordered_tool_arguments(tool, schema, "XML")):
         if not name or set(name) & set("<>\n"):
             raise unwritable_arguments_error(
                 tool, f"have the name {name!r}, which XML calls cannot write: use letters and digits"
@@ -212,7 +217,7 @@ class _Reader:
             matching = [
                 value
                 for value in listed
-                if json_type_of(value) == one or (one, json_type_of(value)) == ("number", "integer")
+                if json_type_of_value(value) == one or (one, json_type_of_value(value)) == ("number", "integer")
             ]
             values.plain += [re.escape(json.dumps(value)) for value in matching]
         elif one in ("null", "boolean") or (

@@ -84,7 +84,7 @@ class ApproximateIndex:
         self._start(num_blocks or UNKNOWN_BLOCKS)
 
     @property
-    def capacity(self) -> int:
+    def estimated_capacity(self) -> int:
         """Estimated number of blocks of the cache."""
         return self._blocks.capacity
 
@@ -94,14 +94,14 @@ class ApproximateIndex:
         return self._max_blocks
 
     @property
-    def num_cache_blocks(self) -> int:
+    def cache_capacity_blocks(self) -> int:
         """Estimated number of blocks of the cache."""
-        return self.capacity
+        return self.estimated_capacity
 
     @property
-    def num_unclaimed_blocks(self) -> float:
+    def num_unreserved_blocks(self) -> float:
         """Blocks that requests in flight neither hold nor wait for; below 0: so many are waited for; inf: not known."""
-        return self.capacity - self._blocks.num_held - self._num_missing if self._is_sized else inf
+        return self.estimated_capacity - self._blocks.num_held - self._num_missing if self._is_sized else inf
 
     def dismantle_some(self, num: int) -> int:
         """Free up to `num` entries of former pools; return the number freed, 0 when nothing is left."""
@@ -114,12 +114,12 @@ class ApproximateIndex:
         return block_hash in self._blocks
 
     @property
-    def prompt_based_index(self) -> "ApproximateIndex":
+    def prompt_based_index_or_self(self) -> "ApproximateIndex":
         """This index: it knows no events."""
         return self
 
     @property
-    def lacks_usable_events(self) -> bool:
+    def relies_on_unusable_events(self) -> bool:
         """Never: it needs no events."""
         return False
 
@@ -129,7 +129,12 @@ class ApproximateIndex:
 
     def describe(self) -> dict[str, Any]:
         """Return its mode and size as plain values."""
-        sizes = {"capacity": self.capacity, "flushes": self.num_flushes, "blocks": len(self), "trims": self.num_trims}
+        sizes = {
+            "capacity": self.estimated_capacity,
+            "flushes": self.num_flushes,
+            "blocks": len(self),
+            "trims": self.num_trims,
+        }
         return {"mode": "guessed", **sizes}
 
     def num_cached_prefix_blocks(self, block_hashes: list[BlockHash], now: float = 0.0, near: int = 0) -> int:
@@ -148,8 +153,8 @@ class ApproximateIndex:
             reservation.evicted = block_hash in self._unplaced or self._blocks.was_evicted(block_hash)
             if self._flushed is not None:
                 reservation.doubtful = self._flushed.pool.is_idle_used_since(block_hash, self._flushed.serial)
-        self._blocks.acquire(reservation, reservation.hit)
-        reservation.sure = self._blocks.num_computed_blocks(reservation)
+        self._blocks.acquire_cached(reservation, reservation.hit)
+        reservation.sure = self._blocks.num_leading_computed(reservation)
         if self.at_pick:
             self._extend(reservation, unsure=1)
         return reservation
@@ -178,7 +183,9 @@ class ApproximateIndex:
         """
         if not self._is_open(reservation):
             return
-        self._blocks.drop_failed(reservation.blocks[reservation.sure :], max(num_kept - reservation.sure, 0))
+        self._blocks.drop_failed_request_blocks(
+            reservation.blocks[reservation.sure :], max(num_kept - reservation.sure, 0)
+        )
         self._release(reservation)
 
     def on_hit_reported(self, reservation: Reservation, num_blocks: int, now: float = 0.0) -> None:
@@ -194,26 +201,26 @@ class ApproximateIndex:
         elif num_blocks > reservation.hit and reservation.evicted:
             self._kept(num_blocks - reservation.hit, reservation.block_hashes[reservation.hit] in self._unplaced)
 
-    def expected_lost_blocks(self, num_blocks: int) -> float:
+    def expected_evicted_reusable_blocks(self, num_blocks: int) -> float:
         """Return how many blocks evicted for `num_blocks` new ones should be requested again. Changes nothing."""
-        return self._blocks.expected_lost_blocks(num_blocks)
+        return self._blocks.expected_evicted_reusable_blocks(num_blocks)
 
-    def count_held_and_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_held_and_held_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         """Return the blocks that requests in flight use, and how many leading ones of `block_hashes` are among them."""
-        return self._blocks.count_held_and_prefix(block_hashes)
+        return self._blocks.count_held_and_held_prefix(block_hashes)
 
     def clear(self) -> None:
         """Empty the index, as after a restart. Blocks of requests in flight are added when they are answered."""
         self._forget_flush()
-        capacity = self.capacity
-        self._discards.add(*self._blocks.discardable_parts)
+        capacity = self.estimated_capacity
+        self._discards.free_later(*self._blocks.discardable_parts)
         self._epoch += 1
         self._start(capacity)
 
     def check(self) -> None:
         """Assert the invariants; O(blocks), for tests."""
-        self._blocks.check()
-        assert len(self) <= self.capacity, f"{len(self)} blocks in a cache of {self.capacity}"
+        self._blocks.check_invariants()
+        assert len(self) <= self.estimated_capacity, f"{len(self)} blocks in a cache of {self.estimated_capacity}"
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -274,11 +281,11 @@ class ApproximateIndex:
         Blocks used since then prove a part of the capacity, except those that the request itself computes.
         """
         serial = reservation.serials[index]
-        gone = self._blocks.num_unused_since(serial)
-        own = self._blocks.num_exclusive_blocks(reservation.blocks[index:])
+        gone = self._blocks.num_idle_unused_since(serial)
+        own = self._blocks.num_singly_referenced_blocks(reservation.blocks[index:])
         num_kept = len(self) - gone - own
         num_younger = self._blocks.num_idle - gone
-        is_lately = num_kept < FLUSHED_SHARE * min(self.capacity, self._held) or not (num_younger or index)
+        is_lately = num_kept < FLUSHED_SHARE * min(self.estimated_capacity, self._held) or not (num_younger or index)
         if is_lately and 2 * index <= reservation.hit:  # an error this small is no reset
             self._flush(serial, num_younger)
             reservation.blocks, reservation.serials = [], []
@@ -292,9 +299,9 @@ class ApproximateIndex:
         self._turn(-1)
         most = self._reach * (reservation.hit - index)
         self._blocks.evict(min(gone, most))
-        less = int(self._step * (self.capacity - num_kept))
+        less = int(self._step * (self.estimated_capacity - num_kept))
         less = min(less, most) if self._is_sized else less
-        self._blocks.resize(min(max(self.capacity - less, MIN_BLOCKS), self._max_blocks))
+        self._blocks.resize(min(max(self.estimated_capacity - less, MIN_BLOCKS), self._max_blocks))
 
     def _flush(self, serial: int, num_younger: int) -> None:
         """Drop everything: the cache was emptied after `serial`. `num_younger` idle blocks were used since then.
@@ -305,7 +312,7 @@ class ApproximateIndex:
         self.num_flushes += 1
         self._num_missing = 0
         former = self._blocks
-        self._lost_until = former.use_count
+        self._lost_until = former.use_clock
         self._epoch += 1
         self._flushed = FlushedPool(former, serial, num_younger)
         self._renew(former.capacity, former)
@@ -313,25 +320,27 @@ class ApproximateIndex:
     def _forget_flush(self) -> None:
         """Drop the record of the last reset, which is no longer in doubt."""
         if self._flushed is not None:
-            self._discards.add(*self._flushed.pool.discardable_parts)
+            self._discards.free_later(*self._flushed.pool.discardable_parts)
             self._flushed = None
 
     def _settle(self, flushed: FlushedPool, is_there: bool) -> None:
         """Decide whether the last reset was real: if a block from before is cached, the cache is just small."""
         if is_there:
-            self._blocks.resize(max((self.capacity + flushed.num_younger) // 2, min(MIN_BLOCKS, self.capacity)))
+            self._blocks.resize(
+                max((self.estimated_capacity + flushed.num_younger) // 2, min(MIN_BLOCKS, self.estimated_capacity))
+            )
         self._forget_flush()
 
     def _kept(self, num_blocks: int, is_unplaced: bool) -> None:
         """Raise the capacity for blocks that are cached unexpectedly; by all, if they never had space."""
         self._turn(1)
         self._is_sized = True
-        more = min(int(GROWTH * self._step * self.capacity), self._reach * num_blocks)
-        wanted = self.capacity + max(more, num_blocks if is_unplaced else 1)
+        more = min(int(GROWTH * self._step * self.estimated_capacity), self._reach * num_blocks)
+        wanted = self.estimated_capacity + max(more, num_blocks if is_unplaced else 1)
         if wanted > self._max_blocks and self._allow is not None:
             self._max_blocks = self._allow(self._max_blocks, wanted)
         self._blocks.resize(min(wanted, self._max_blocks))
-        self._held = self.capacity
+        self._held = self.estimated_capacity
 
     def _turn(self, direction: int) -> None:
         """Lengthen the step while reports agree in direction; shorten it when they disagree, near the right value."""

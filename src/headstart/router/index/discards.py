@@ -29,7 +29,7 @@ class Discards:
     def __bool__(self) -> bool:
         return bool(self._items)
 
-    def add(self, *items: Discard) -> None:
+    def free_later(self, *items: Discard) -> None:
         """Add objects to be freed."""
         self._items += items
 

@@ -17,7 +17,7 @@ from math import inf
 from typing import Any
 
 from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from headstart.core.cache.hashing import BlockHash, extend_block_hashes, private_parent_hash
+from headstart.core.cache.hashing import BlockHash, extend_block_hashes, private_parent_hash_for_domain
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.discards import Discards
 from headstart.router.index.first_blocks import UNLISTED, FirstBlockTable
@@ -68,22 +68,22 @@ class KVEventIndex:
         return block_hash in self._uses or block_hash in self._speculative
 
     @property
-    def lacks_usable_events(self) -> bool:
+    def relies_on_unusable_events(self) -> bool:
         """Whether requests end and no usable event arrives."""
         return self.silence >= SILENCE
 
     @property
-    def num_cache_blocks(self) -> int:
+    def cache_capacity_blocks(self) -> int:
         """Number of blocks of the cache, by the approximate index; of the events without one."""
-        return len(self) if self.guess is None else self.guess.num_cache_blocks
+        return len(self) if self.guess is None else self.guess.cache_capacity_blocks
 
     @property
-    def num_unclaimed_blocks(self) -> float:
+    def num_unreserved_blocks(self) -> float:
         """Those of the approximate index; not known without one."""
-        return inf if self.guess is None else self.guess.num_unclaimed_blocks
+        return inf if self.guess is None else self.guess.num_unreserved_blocks
 
     @property
-    def prompt_based_index(self) -> PrefixIndex:
+    def prompt_based_index_or_self(self) -> PrefixIndex:
         """The approximate index beside it, if there is one."""
         return self if self.guess is None else self.guess
 
@@ -149,17 +149,17 @@ class KVEventIndex:
         if self.guess is not None and reservation.guess is not None:
             self.guess.on_hit_reported(reservation.guess, num_blocks, now)
 
-    def expected_lost_blocks(self, num_blocks: int) -> float:
+    def expected_evicted_reusable_blocks(self, num_blocks: int) -> float:
         """Return the loss of the approximate index; 0 without one."""
-        return 0.0 if self.guess is None else self.guess.expected_lost_blocks(num_blocks)
+        return 0.0 if self.guess is None else self.guess.expected_evicted_reusable_blocks(num_blocks)
 
-    def count_held_and_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_held_and_held_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         """Return the blocks that requests in flight use, by the approximate index; none without one."""
-        return (0, 0) if self.guess is None else self.guess.count_held_and_prefix(block_hashes)
+        return (0, 0) if self.guess is None else self.guess.count_held_and_held_prefix(block_hashes)
 
     def clear(self) -> None:
         """Drop everything: the engine was restarted, or events are lost. Memory is freed later."""
-        self._discards.add(self._handles, self._copies, self._uses, self._before, self._after, self._speculative)
+        self._discards.free_later(self._handles, self._copies, self._uses, self._before, self._after, self._speculative)
         self._empty()
 
     def dismantle_some(self, num: int) -> int:
@@ -252,7 +252,7 @@ class KVEventIndex:
         """Return the parent hash of an event's first block."""
         if before is None:
             return self._root(event.adapter, event.domain)
-        return private_parent_hash(before, event.domain) if event.domain else before
+        return private_parent_hash_for_domain(before, event.domain) if event.domain else before
 
     def _copied(self, event: BlockStored) -> None:
         """Count further copies of known blocks."""

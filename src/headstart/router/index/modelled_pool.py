@@ -26,7 +26,7 @@ class ModelledCache(Protocol):
     handle: int  # of compiled code that can match many pools at once; 0: it cannot
 
     @property
-    def use_count(self) -> int:
+    def use_clock(self) -> int:
         """The number of uses so far: time as the order of eviction knows it."""
         ...
 
@@ -61,7 +61,7 @@ class ModelledCache(Protocol):
         """Return whether the block was used after `serial`, and is idle."""
         ...
 
-    def num_exclusive_blocks(self, blocks: Sequence[int]) -> int:
+    def num_singly_referenced_blocks(self, blocks: Sequence[int]) -> int:
         """Return how many of the blocks only one request uses."""
         ...
 
@@ -69,23 +69,23 @@ class ModelledCache(Protocol):
         """Return the number of leading blocks that are in it; `near` is a guess."""
         ...
 
-    def count_held_and_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_held_and_held_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         """Return the blocks that requests in flight use, and how many leading ones of `block_hashes` are among them."""
         ...
 
-    def expected_lost_blocks(self, num_blocks: int) -> float:
+    def expected_evicted_reusable_blocks(self, num_blocks: int) -> float:
         """Return how many blocks evicted for `num_blocks` new ones should be requested again. Changes nothing."""
         ...
 
-    def num_unused_since(self, serial: int) -> int:
+    def num_idle_unused_since(self, serial: int) -> int:
         """Return the number of idle blocks that are evicted before any that was used after `serial`."""
         ...
 
-    def num_computed_blocks(self, reservation: Reservation) -> int:
+    def num_leading_computed(self, reservation: Reservation) -> int:
         """Return the number of leading blocks of a request that are not still being computed."""
         ...
 
-    def acquire(self, reservation: Reservation, end: int) -> None:
+    def acquire_cached(self, reservation: Reservation, end: int) -> None:
         """Acquire published blocks up to `end` of its block hashes."""
         ...
 
@@ -105,7 +105,7 @@ class ModelledCache(Protocol):
         """Release the blocks of a request, which are cached now."""
         ...
 
-    def drop_failed(self, blocks: Sequence[int], num_kept: int) -> None:
+    def drop_failed_request_blocks(self, blocks: Sequence[int], num_kept: int) -> None:
         """Drop those of the blocks of a failed request that only it was to compute, but for the leading `num_kept`.
 
         What is kept stays unsure, and is not dropped when another request fails: blocks that follow it may be there.
@@ -120,7 +120,7 @@ class ModelledCache(Protocol):
         """Set the capacity, as far as blocks in flight allow."""
         ...
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         """Assert the invariants; O(blocks), for tests."""
         ...
 
@@ -157,10 +157,12 @@ class ModelledPool:
         assert former is None or isinstance(former, ModelledPool)
         usable, size = min(MIN_GROWTH, capacity), max_blocks + 1  # block 0 of a pool is never used
         self.pool = BlockPool(usable + 1, eviction_policy=eviction_policy, history_pools=1, max_blocks=size)
-        self.use_count = former.use_count if former is not None else 0
+        self.use_clock = former.use_clock if former is not None else 0
         self.serials = [0] * (usable + 1)  # last time a block was surely cached; the same for all of one request
         self.unsure = bytearray(usable + 1)  # 1: sent, and not known to be computed yet; or KEPT
-        self.reuse = (former.reuse if former is not None else ReuseEstimate(0, size)).for_empty_pool(usable + 1, size)
+        self.reuse = (former.reuse if former is not None else BlockReuseEstimate(0, size)).copy_for_empty_pool(
+            usable + 1, size
+        )
         self._num_ungrown: int = capacity - usable  # blocks by which the pool is to grow when needed
         self._ballast: list[int] = []  # blocks held unused: the cache is smaller than the pool
         self._worth: list[float] | None = (
@@ -175,11 +177,11 @@ class ModelledPool:
 
     @property
     def discardable_parts(self) -> tuple[Discard, ...]:
-        return self.pool, self.serials, *self.reuse.tables
+        return self.pool, self.serials, *self.reuse.discardable_tables
 
     @property
     def capacity(self) -> int:
-        return self.pool.num_usable - len(self._ballast) + self._num_ungrown
+        return self.pool.usable_capacity - len(self._ballast) + self._num_ungrown
 
     @property
     def num_idle(self) -> int:
@@ -187,17 +189,17 @@ class ModelledPool:
 
     @property
     def num_held(self) -> int:
-        return self.pool.num_usable - self.pool.num_free - len(self._ballast)
+        return self.pool.usable_capacity - self.pool.num_free - len(self._ballast)
 
     def was_evicted(self, block_hash: BlockHash) -> bool:
-        evicted = self.pool.find_eviction(block_hash)
+        evicted = self.pool.find_eviction_record(block_hash)
         return evicted is not None and evicted.cause == "capacity"
 
     def is_idle_used_since(self, block_hash: BlockHash, serial: int) -> bool:
         entry = self.pool.published_entry(block_hash)
         return entry is not None and not self.pool.ref_count(entry[0]) and self.serials[entry[0]] > serial
 
-    def num_exclusive_blocks(self, blocks: Sequence[int]) -> int:
+    def num_singly_referenced_blocks(self, blocks: Sequence[int]) -> int:
         return list(map(self.pool.ref_count, blocks)).count(1)
 
     def num_cached_prefix_blocks(self, block_hashes: list[BlockHash], near: int = 0) -> int:
@@ -226,7 +228,7 @@ class ModelledPool:
                 high = middle
         return low
 
-    def count_held_and_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_held_and_held_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         pool, low, high = self.pool, 0, len(block_hashes)
         while low < high:
             middle = (low + high) // 2
@@ -237,30 +239,30 @@ class ModelledPool:
                 high = middle
         return self.num_held, low
 
-    def expected_lost_blocks(self, num_blocks: int) -> float:
+    def expected_evicted_reusable_blocks(self, num_blocks: int) -> float:
         pool = self.pool
         num = min(num_blocks - pool.num_scratch - self._num_ungrown, self.num_idle)
         if num <= 0:
             return 0.0
         looked_at = min(num, LOOKED_AT)
         if self._worth is None or len(self._worth) < looked_at:
-            chance, serials, now = self.reuse.reuse_probability, self.serials, self.use_count
+            chance, serials, now = self.reuse.reuse_probability, self.serials, self.use_clock
             next_ones = islice(pool.iterate_in_eviction_order(), looked_at)
             self._worth = list(accumulate(chance(block, serials[block], now) for block in next_ones))
         return self._worth[looked_at - 1] * num / looked_at
 
-    def num_unused_since(self, serial: int) -> int:
+    def num_idle_unused_since(self, serial: int) -> int:
         in_order = map(self.serials.__getitem__, self.pool.iterate_in_eviction_order())
         return len(list(takewhile(serial.__ge__, in_order)))
 
-    def num_computed_blocks(self, reservation: Reservation) -> int:
+    def num_leading_computed(self, reservation: Reservation) -> int:
         unsure = bytes(map(self.unsure.__getitem__, reservation.blocks))
         first = len(unsure) - len(unsure.lstrip(b"\0"))
         return reservation.hit if first == len(unsure) else first
 
     # ------------------------------------------------------------------------------------------------------- changes
 
-    def acquire(self, reservation: Reservation, end: int) -> None:
+    def acquire_cached(self, reservation: Reservation, end: int) -> None:
         pool, start = self.pool, len(reservation.blocks)
         blocks = [
             entry[0]
@@ -271,25 +273,25 @@ class ModelledPool:
         reservation.serials += map(self.serials.__getitem__, blocks)
         pool.acquire(blocks)
         self._worth = None
-        self.reuse.record_used(blocks)
+        self.reuse.record_block_uses(blocks)
         reservation.blocks += blocks
 
     def add_missing_blocks(self, reservation: Reservation, unsure: int) -> None:
         pool, block_hashes = self.pool, reservation.block_hashes
         if len(reservation.blocks) == len(block_hashes):
             return
-        self.acquire(reservation, self.num_cached_prefix_blocks(block_hashes))
+        self.acquire_cached(reservation, self.num_cached_prefix_blocks(block_hashes))
         start = len(reservation.blocks)
         wanted = len(block_hashes) - start
         if wanted > pool.num_scratch and self._num_ungrown:
             self._grow(wanted - pool.num_scratch)
-        blocks = pool.allocate(min(wanted, pool.num_available_to_tenant(())))
+        blocks = pool.allocate(min(wanted, pool.num_available_after_acquire(())))
         parent = block_hashes[start - 1] if start else BlockHash(b"")
         for block, block_hash in zip(blocks, block_hashes[start:], strict=False):
             pool.publish(block, block_hash, parent, b"")
             self.unsure[block] = unsure
             parent = block_hash
-        self.reuse.record_added(blocks, self.use_count)
+        self.reuse.record_added(blocks, self.use_clock)
         reservation.blocks += blocks
 
     def record_computed(self, blocks: Sequence[int]) -> None:
@@ -297,19 +299,19 @@ class ModelledPool:
             self.unsure[block] = 0
 
     def mark_used(self, blocks: Sequence[int]) -> None:
-        self.use_count += 1
+        self.use_clock += 1
         self._worth = None
         for block in blocks:
-            self.serials[block] = self.use_count
+            self.serials[block] = self.use_clock
 
     def release(self, blocks: Sequence[int]) -> None:
         self.mark_used(blocks)
         self.pool.release(blocks)
         self._worth = None
 
-    def drop_failed(self, blocks: Sequence[int], num_kept: int) -> None:
+    def drop_failed_request_blocks(self, blocks: Sequence[int], num_kept: int) -> None:
         pool = self.pool
-        pool.take_blocks_to_zero()  # there is nothing to zero here
+        pool.drain_blocks_to_zero()  # there is nothing to zero here
         for block in blocks[:num_kept]:
             self.unsure[block] = KEPT if self.unsure[block] else 0
         unsure = [block for block in blocks[num_kept:] if self.unsure[block] == 1 and pool.ref_count(block) == 1]
@@ -327,14 +329,14 @@ class ModelledPool:
         if change > 0:
             cut = min(change, self._num_ungrown)
             self._num_ungrown -= cut
-            self._ballast += pool.allocate(min(change - cut, pool.num_available_to_tenant(())))
+            self._ballast += pool.allocate(min(change - cut, pool.num_available_after_acquire(())))
         elif change < 0:
             keep = max(len(self._ballast) + change, 0)
             self._num_ungrown += -change - (len(self._ballast) - keep)
             pool.release(self._ballast[keep:])
             del self._ballast[keep:]
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         self.pool.check_invariants()
 
     def _grow(self, num: int) -> None:
@@ -344,10 +346,10 @@ class ModelledPool:
         self.pool.add_blocks(num)
         self.serials += [0] * num
         self.unsure += bytes(num)
-        self.reuse.grow(num)
+        self.reuse.grow_capacity(num)
 
 
-class ReuseEstimate:
+class BlockReuseEstimate:
     """The probability that a block is used again, by the uses of each block of a pool that may grow to `size`.
 
     A block with a mean interval `gap` between uses that has been idle for `away` is used again with probability
@@ -365,22 +367,22 @@ class ReuseEstimate:
         self._num_reused = 0
 
     @property
-    def share(self) -> float:
+    def reused_share(self) -> float:
         """The share of added blocks that were used a second time; older ones count less."""
         return self._num_reused / max(self._num_new, 1)
 
-    def for_empty_pool(self, num_blocks: int, size: int) -> "ReuseEstimate":
+    def copy_for_empty_pool(self, num_blocks: int, size: int) -> "BlockReuseEstimate":
         """Return an estimate for an empty pool, with the same statistics."""
-        fresh = ReuseEstimate(num_blocks, size)
+        fresh = BlockReuseEstimate(num_blocks, size)
         fresh._num_new, fresh._num_reused = self._num_new, self._num_reused
         return fresh
 
     @property
-    def tables(self) -> tuple[list[int], list[int]]:
+    def discardable_tables(self) -> tuple[list[int], list[int]]:
         """All tables of blocks."""
         return self._uses, self._first
 
-    def grow(self, num: int) -> None:
+    def grow_capacity(self, num: int) -> None:
         """Add state for `num` more blocks."""
         self._uses += [0] * num
         self._first += [0] * num
@@ -396,7 +398,7 @@ class ReuseEstimate:
             self._num_new //= 2
             self._num_reused //= 2
 
-    def record_used(self, blocks: list[int]) -> None:
+    def record_block_uses(self, blocks: list[int]) -> None:
         """Record a further use of blocks."""
         uses = self._uses
         for block in blocks:
@@ -407,6 +409,6 @@ class ReuseEstimate:
         """Return the probability that a block last used at `last` is used again."""
         uses = self._uses[block]
         if uses < 2:
-            return self.share
+            return self.reused_share
         gap = (last - self._first[block]) / (uses - 1)
         return gap / max(gap + now - last, 1.0)

@@ -74,31 +74,31 @@ class PrefixIndex(Protocol):
         """Record the reported number of its leading blocks that were cached."""
         ...
 
-    def expected_lost_blocks(self, num_blocks: int) -> float:
+    def expected_evicted_reusable_blocks(self, num_blocks: int) -> float:
         """Return how many blocks evicted for `num_blocks` new ones should be requested again. Changes nothing."""
         ...
 
-    def count_held_and_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_held_and_held_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         """Return the blocks that requests in flight use, and how many leading ones of `block_hashes` are among them."""
         ...
 
     @property
-    def num_unclaimed_blocks(self) -> float:
+    def num_unreserved_blocks(self) -> float:
         """Blocks that requests in flight neither hold nor wait for; below 0: so many are waited for; inf: not known."""
         ...
 
     @property
-    def num_cache_blocks(self) -> int:
+    def cache_capacity_blocks(self) -> int:
         """Number of blocks of the cache, as far as known."""
         ...
 
     @property
-    def prompt_based_index(self) -> "PrefixIndex":
+    def prompt_based_index_or_self(self) -> "PrefixIndex":
         """The index to ask about prompts whose hashes the replica's events cannot contain."""
         ...
 
     @property
-    def lacks_usable_events(self) -> bool:
+    def relies_on_unusable_events(self) -> bool:
         """Whether it depends on events of which none is usable: then `prompt_based_index` is better."""
         ...
 

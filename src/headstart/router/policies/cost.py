@@ -23,7 +23,7 @@ from headstart.core.cache.hashing import BlockHash
 from headstart.router.endpoint import Endpoint
 from headstart.router.policies.policy import Candidates, PolicyInput, RankedCandidates
 from headstart.router.policies.rendezvous import rendezvous_weights
-from headstart.router.pricing import EVICTED, cost_at_each, cost_at_one
+from headstart.router.pricing import EVICTED, cost_at_each, cost_at_replica
 
 FEW = 24  # candidates; for more, arrays are cheaper than plain numbers
 SLACK = 0.05  # of the prefill for the wait, of the price of decodes for these: accepted for agreement between routers
@@ -36,7 +36,7 @@ class _Evictions:
     """The price of evictions at each replica, computed where it matters."""
 
     def __init__(self, view: PolicyInput) -> None:
-        self._candidates, self._prompt_tokens = view.candidates, view.prompt_tokens
+        self._candidates, self._prompt_tokens = view.candidates, view.num_prompt_tokens
         self._known: dict[int, float] = {}
 
     def of(self, index: int) -> float:
@@ -56,7 +56,7 @@ class CountedPrompt(NamedTuple):
     hit_tokens: int
 
 
-class PromptCounts:
+class RecentPromptCounts:
     """Requests: their tokens, those cached somewhere, how many have a beginning, and how many of these are longer."""
 
     def __init__(self) -> None:
@@ -69,12 +69,12 @@ class PromptBeginnings:
     """Prompts that begin alike among the last requests, by the hashes of their first 1, 2, 4, 8, ... blocks."""
 
     def __init__(self) -> None:
-        self._now, self._before = PromptCounts(), PromptCounts()
+        self._now, self._before = RecentPromptCounts(), RecentPromptCounts()
 
-    def add(self, prompt: CountedPrompt) -> None:
+    def count_prompt(self, prompt: CountedPrompt) -> None:
         """Count one request."""
         if self._now.requests == COUNTED:
-            self._now, self._before = PromptCounts(), self._now
+            self._now, self._before = RecentPromptCounts(), self._now
         now = self._now
         now.requests += 1
         now.tokens += prompt.tokens
@@ -122,13 +122,13 @@ class LeastCostPolicy:
         choose = self.rank_by_scalars if len(view.candidates) <= FEW else self.rank_by_arrays
         if not view.candidates.endpoints[0].load.learner.others.share:
             return choose(view)
-        begun = CountedPrompt(_beginnings_of(view), view.prompt_tokens, max(view.candidates.hit_tokens))
+        begun = CountedPrompt(_beginnings_of(view), view.num_prompt_tokens, max(view.candidates.hit_tokens))
         return choose(self._with_others(view, begun.hashes))._replace(memo=begun)
 
     def record_pick(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Count how the prompt begins, if there are other routers."""
         if isinstance(choice.memo, CountedPrompt):
-            self._beginnings.add(choice.memo)
+            self._beginnings.count_prompt(choice.memo)
 
     def _with_others(self, view: PolicyInput, hashes: list[BlockHash]) -> PolicyInput:
         """Return the view with the hit that is expected at the prompt's home, if there are other routers.
@@ -142,19 +142,19 @@ class LeastCostPolicy:
         key = self._beginnings.affinity_key(hashes, len(endpoints))
         home = int(rendezvous_weights(key, [endpoint.digest for endpoint in endpoints]).argmax())
         index = endpoints[home].index
-        if index.prompt_based_index is not index:
+        if index.prompt_based_index_or_self is not index:
             return view
-        more = int(self._beginnings.hit_token_share * (view.prompt_tokens - 1 - hits[home]))
+        more = int(self._beginnings.hit_token_share * (view.num_prompt_tokens - 1 - hits[home]))
         expected = [*hits[:home], hits[home] + more, *hits[home + 1 :]]
         return view._replace(candidates=Candidates(endpoints, view.candidates.hit_blocks, expected))
 
     def rank_by_scalars(self, view: PolicyInput) -> RankedCandidates:
         """Choose by plain numbers, which are cheaper than arrays for few candidates."""
-        tokens, now, hit_tokens = view.prompt_tokens, view.now, view.candidates.hit_tokens
+        tokens, now, hit_tokens = view.num_prompt_tokens, view.now, view.candidates.hit_tokens
         pairs = zip(view.candidates.endpoints, hit_tokens, strict=True)
-        costs = [cost_at_one(endpoint, tokens, hit, now) for endpoint, hit in pairs]
+        costs = [cost_at_replica(endpoint, tokens, hit, now) for endpoint, hit in pairs]
         fewest = min([cost.requests for cost in costs])
-        stalls = [cost.stall(fewest) for cost in costs]
+        stalls = [cost.extra_stall_cost(fewest) for cost in costs]
         prices = [cost.cost_without_evictions + stall for cost, stall in zip(costs, stalls, strict=True)]
         copies = _copies(view, hit_tokens.index(max(hit_tokens)))
         if copies is not None:
@@ -179,8 +179,8 @@ class LeastCostPolicy:
     def rank_by_arrays(self, view: PolicyInput) -> RankedCandidates:
         """Choose by arrays, which are cheaper for many candidates. The choice is the same."""
         hits = np.array(view.candidates.hit_tokens, dtype=np.float64)
-        costs = cost_at_each(view.candidates.endpoints, view.prompt_tokens, hits, view.now)
-        stalls = costs.stall(costs.requests.min())
+        costs = cost_at_each(view.candidates.endpoints, view.num_prompt_tokens, hits, view.now)
+        stalls = costs.extra_stall_cost(costs.requests.min())
         prices, copies = costs.cost_without_evictions + stalls, _copies(view, int(hits.argmax()))
         if copies is not None:
             prices += np.array(copies)
@@ -211,10 +211,10 @@ def _copies(view: PolicyInput, longest: int) -> list[float] | None:
     candidate = view.candidates[longest]
     endpoint, hit = candidate.endpoint, candidate.hit_blocks
     block_hashes = view.request.prompt.block_hashes(endpoint.block_size)
-    leader = endpoint.load.find_prefix_leader(block_hashes, hit) if hit == len(block_hashes) else None
+    leader = endpoint.load.find_request_computing_prefix(block_hashes, hit) if hit == len(block_hashes) else None
     if leader is None:
         return None
-    busy = sum(one.load.num_pending > 0 for one in view.candidates.endpoints) / len(view.candidates)
+    busy = sum(one.load.num_awaiting_first_token > 0 for one in view.candidates.endpoints) / len(view.candidates)
     ms, cached = busy * endpoint.load.rates.token, leader.cached_tokens
     return [ms * max(candidate.hit_tokens - max(other, cached), 0) for other in view.candidates.hit_tokens]
 

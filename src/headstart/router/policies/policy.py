@@ -73,7 +73,7 @@ class PolicyInput(NamedTuple):
     now: float
 
     @property
-    def prompt_tokens(self) -> int:
+    def num_prompt_tokens(self) -> int:
         return self.request.prompt.num_tokens
 
 

@@ -68,7 +68,7 @@ class SessionScorer:
 
 def _prefix(view: PolicyInput) -> list[float]:
     """Return the share of the prompt's tokens that are cached."""
-    total = max(view.prompt_tokens, 1)
+    total = max(view.num_prompt_tokens, 1)
     return [candidate.hit_tokens / total for candidate in view.candidates]
 
 
@@ -89,7 +89,7 @@ def _inflight_tokens(view: PolicyInput) -> list[float]:
     """Return how far below a fixed number the tokens in flight would be, as a share."""
 
     def score(candidate: Candidate) -> float:
-        tokens = candidate.endpoint.load.inflight_tokens + view.prompt_tokens - candidate.hit_tokens
+        tokens = candidate.endpoint.load.inflight_tokens + view.num_prompt_tokens - candidate.hit_tokens
         return max(1.0 - tokens / MAX_INFLIGHT_TOKENS, 0.0)
 
     return [score(candidate) for candidate in view.candidates]

@@ -60,7 +60,7 @@ class PrefixThresholdPolicy(Policy):
         if most - least > self.balance_abs and most > self.balance_rel * least:
             return _by_load(view, "out of balance")
         longest = max(candidate.hit_tokens for candidate in view.candidates)
-        if longest <= self.cache_threshold * view.prompt_tokens:
+        if longest <= self.cache_threshold * view.num_prompt_tokens:
             return _by_load(view, "no match to speak of")
         by_load = _by_load(view, "longest match")
         ranked = sorted(by_load.ranked, key=lambda candidate: -candidate.hit_tokens)
@@ -82,7 +82,7 @@ class LeastTokensPolicy(Policy):
 
 def uncached_tokens(view: PolicyInput, candidate: Candidate) -> int:
     """Return the prompt tokens that a replica would have to compute, one at least."""
-    return max(view.prompt_tokens - candidate.hit_tokens, 1)
+    return max(view.num_prompt_tokens - candidate.hit_tokens, 1)
 
 
 def _by_load(view: PolicyInput, reason: str) -> RankedCandidates:

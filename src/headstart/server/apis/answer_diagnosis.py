@@ -78,7 +78,7 @@ class AnswerDiagnosis:
         self._shape, self._token_ids = prompt
         self._names = names
         if compared_id is not None:
-            earlier = None if memory is None else memory.find(origin.tenant, [compared_id])[0]
+            earlier = None if memory is None else memory.find_values(origin.tenant, [compared_id])[0]
             self.comparison = compare_prompts(compared_id, earlier, self._shape, self._token_ids)
 
     def cache_diagnosis(self, num_cached: int, num_evicted: int) -> CacheDiagnosis | None:

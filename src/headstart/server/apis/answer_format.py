@@ -1,4 +1,4 @@
-"""ServedApi: how a server prepares the requests of one API; AnswerFormat: the form in which it sends an answer.
+"""ServedApi: how a server prepares the requests of one API; AnswerFormatter: the form in which it sends an answer.
 
 inference.py sends every answer in the same way, whatever its format.
 """
@@ -13,7 +13,7 @@ from headstart.apis.ollama_api import LATEST
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import Request as EngineRequest
 from headstart.http.sse import encode_named_event
-from headstart.openai.chat.chat_parts import ChatParts
+from headstart.openai.chat.chat_parts import ChatOutputParts
 from headstart.openai.chat.chat_translation import TranslatedChatRequest
 from headstart.openai.engine_requests import RequestOrigin, build_chat_requests, tokenizer_for_request
 from headstart.openai.generation_params import GenerationParams
@@ -27,10 +27,10 @@ from headstart.server.generation_job import ApiRequest, GenerationJob
 from headstart.server.server_state import ServedModel
 
 
-class AnswerFormat(Protocol):
+class AnswerFormatter(Protocol):
     """The answer to one client request in the form of its API. One of `whole` and the events is used."""
 
-    def collect(self, choice: int, delta: OutputDelta) -> None:
+    def collect_delta(self, choice: int, delta: OutputDelta) -> None:
         """Process a delta of an answer that is sent whole; by default the job's generations collect it."""
 
     def whole(self, *, in_pieces: bool) -> Json:
@@ -49,13 +49,13 @@ class AnswerFormat(Protocol):
         """Return the events after the last delta, up to the end of the stream."""
         ...
 
-    def failure(self, error: Exception) -> bytes | None:
+    def failed_stream_events(self, error: Exception) -> bytes | None:
         """Return the events that end a stream that failed; None: those of the API."""
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartsFormat(AnswerFormat):
+class PartsAnswerFormatter(AnswerFormatter):
     """An answer of one choice that is made of parts, whole or as objects of a stream.
 
     `added` returns the objects of a delta, and adds it to `parts`. `failed` may return the object that ends a stream
@@ -63,16 +63,16 @@ class PartsFormat(AnswerFormat):
     """
 
     api: Api
-    parts: ChatParts
+    parts: ChatOutputParts
     finished: Callable[[], Json]
     first: Callable[[], list[Json]] = list
     added: Callable[[OutputDelta], list[Json]]
     last: Callable[[], list[Json]]
     failed: Callable[[Exception], list[Json] | None] = lambda error: None
 
-    def collect(self, choice: int, delta: OutputDelta) -> None:
+    def collect_delta(self, choice: int, delta: OutputDelta) -> None:
         """Add a delta to the parts."""
-        self.parts.add(delta)
+        self.parts.add_delta(delta)
 
     def whole(self, *, in_pieces: bool) -> Json:
         """Return the finished answer."""
@@ -90,7 +90,7 @@ class PartsFormat(AnswerFormat):
         """Return the last objects."""
         return self._encoded(self.last())
 
-    def failure(self, error: Exception) -> bytes | None:
+    def failed_stream_events(self, error: Exception) -> bytes | None:
         """Return the objects that end a stream that failed, if they are not those of the API."""
         objects = self.failed(error)
         return None if objects is None else self._encoded(objects)
@@ -138,7 +138,7 @@ class TranslatedChat(NamedTuple):
     diagnosis: AnswerDiagnosis | None
 
     @classmethod
-    def of(
+    def from_request(
         cls, chat: TranslatedChatRequest, model: ServedModel, origin: RequestOrigin, *, shortens: bool = False
     ) -> "TranslatedChat":
         """Return the chat; `shortens`: max_tokens is lowered to what fits. Raises InvalidRequestError."""
@@ -153,11 +153,11 @@ class TranslatedChat(NamedTuple):
     def to_api_request(
         self,
         chat: TranslatedChatRequest,
-        answer: Callable[[GenerationJob, AnswerIdentity], AnswerFormat],
+        answer: Callable[[GenerationJob, AnswerIdentity], AnswerFormatter],
         num_extra_bytes: int = 0,
     ) -> ApiRequest:
         """Return the client request."""
-        named = chat.for_error_names().rename_error_fields
+        named = chat.without_values().rename_error_fields
         return ApiRequest(
             self.params, self.requests, answer, num_extra_bytes, named, self.diagnosis, self.body.messages
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 from headstart.apis import answer_schemas, api_table
 from headstart.core.errors import InvalidRequestError
-from headstart.http.sse import DONE, encode_event, encode_long_event
+from headstart.http.sse import DONE, encode_event, encode_event_in_parts
 from headstart.openai.chat.chat_delta import ChatDelta, ToolCallDelta
 from headstart.openai.engine_requests import (
     RequestOrigin,
@@ -19,15 +19,15 @@ from headstart.openai.engine_requests import (
     encode_completion,
     tokenizer_for_request,
 )
-from headstart.openai.json_pieces import SLICE_ITEMS, LazyJsonList
+from headstart.openai.json_pieces import SLICE_ITEMS, LazilyEncodedList
 from headstart.openai.request_bodies import ChatRequest, CompletionRequest, parse_chat, parse_completion
-from headstart.openai.responses import Json, shape_json_list, token_text_or_bytes
+from headstart.openai.responses import Json, map_to_json_list, token_text_or_bytes
 from headstart.openai.text.generation import GeneratedOutput, OutputDelta
 from headstart.openai.text.logprob_table import TokenEntry
 from headstart.openai.text.shared_prompt import EchoedPrompt
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.server.apis.answer_format import (
-    AnswerFormat,
+    AnswerFormatter,
     AnswerIdentity,
     ServedApi,
     check_model_name,
@@ -47,7 +47,7 @@ def _prepare_completion(values: Mapping[str, Any], model: ServedModel, origin: R
     diagnosis = make_answer_diagnosis(model, origin, body.params, requests[0], None) if len(prompts) == 1 else None
     text = body.prompts[0] if len(prompts) == 1 else None
     messages = [{"role": "user", "content": text}] if isinstance(text, str) else []
-    form = partial(ChoiceFormat, _COMPLETION_SHAPES)
+    form = partial(ChoiceAnswerFormatter, _COMPLETION_SHAPES)
     return ApiRequest(body.params, requests, form, diagnosis=diagnosis, messages=messages)
 
 
@@ -61,7 +61,7 @@ def _prepare_chat(values: Mapping[str, Any], model: ServedModel, origin: Request
         error.param = "messages" if error.param == "prompt" else error.param
         raise
     diagnosis = make_answer_diagnosis(model, origin, params, requests[0], body.messages)
-    form = partial(ChoiceFormat, _CHAT_SHAPES)
+    form = partial(ChoiceAnswerFormatter, _CHAT_SHAPES)
     return ApiRequest(params, requests, form, diagnosis=diagnosis, messages=body.messages)
 
 
@@ -76,7 +76,7 @@ class ChoiceShapes:
     first_choice: Callable[[int], Json] | None = None
 
 
-class ChoiceFormat(AnswerFormat):
+class ChoiceAnswerFormatter(AnswerFormatter):
     """The answer of one job as choices, whole or as chunks."""
 
     def __init__(self, shapes: ChoiceShapes, job: GenerationJob, head: AnswerIdentity) -> None:
@@ -110,10 +110,10 @@ class ChoiceFormat(AnswerFormat):
     def events(self, choice: int, delta: OutputDelta) -> Iterator[bytes]:
         """Yield the chunk of a delta, in parts if it has many log-probabilities."""
         shaped = self._choice(self._shapes.chunk_choice, choice, delta)
-        if delta.num_entries <= SLICE_ITEMS:
+        if delta.num_logprob_entries <= SLICE_ITEMS:
             yield encode_event(self._chunk([shaped], self._usage_now()))
         else:
-            yield from encode_long_event(self._chunk(iter([shaped]), self._usage_now()))
+            yield from encode_event_in_parts(self._chunk(iter([shaped]), self._usage_now()))
 
     def closing_events(self) -> bytes:
         """Return the chunk with the usage, if it was requested, and [DONE]."""
@@ -184,7 +184,7 @@ def _shaped(
     return choice
 
 
-def prompt_logprobs_json(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> list[Json | None] | LazyJsonList:
+def prompt_logprobs_json(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> list[Json | None] | LazilyEncodedList:
     """Return vLLM's format: null for the first token, then per position the token and its best alternatives by id."""
 
     def shape(entry: TokenEntry | None) -> Json | None:
@@ -197,7 +197,7 @@ def prompt_logprobs_json(entries: Sequence[TokenEntry], tokenizer: Tokenizer) ->
 
     if len(entries) <= SLICE_ITEMS:
         return [None, *map(shape, entries)]
-    return LazyJsonList(((None,), entries), shape)
+    return LazilyEncodedList(((None,), entries), shape)
 
 
 # --------------------------------------------------------------------------------------------------------- completions
@@ -230,7 +230,7 @@ def completion_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer, ech
         "top_logprobs": top,
         "text_offset": lambda entry: entry.offset,
     }
-    return {key: shape_json_list(entries, shape, echo, key) for key, shape in shapes.items()}
+    return {key: map_to_json_list(entries, shape, echo, key) for key, shape in shapes.items()}
 
 
 # --------------------------------------------------------------------------------------------------------------- chats
@@ -297,7 +297,7 @@ def chat_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> Json:
     def shape(entry: TokenEntry) -> Json:
         return {**token(entry.token_id, entry.logprob), "top_logprobs": [token(*each) for each in entry.top]}
 
-    return {"content": shape_json_list(entries, shape), "refusal": None}
+    return {"content": map_to_json_list(entries, shape), "refusal": None}
 
 
 _COMPLETION_SHAPES = ChoiceShapes("text_completion", "text_completion", completion_choice, completion_choice)

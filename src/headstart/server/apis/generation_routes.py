@@ -13,7 +13,7 @@ from headstart.openai.request_json import parse_json_object
 from headstart.openai.responses import Json
 from headstart.openai.responses_api.response_memory import StoredResponse, StoredResponses
 from headstart.openai.responses_api.response_objects import deletion_response, item_list_response, listed_input_item
-from headstart.openai.value_checks import parse_query_count, raise_unsupported, safe_repr
+from headstart.openai.value_checks import parse_positive_query_count, raise_unsupported, safe_repr
 from headstart.server.apis.answer_format import ServedApi
 from headstart.server.apis.choice_apis import CHAT, COMPLETIONS
 from headstart.server.apis.messages_format import MESSAGES, count_tokens_response
@@ -59,7 +59,7 @@ class GenerationRoutes:
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise InvalidRequestError(f"order is {safe_repr(order)}; it must be asc or desc", param="order")
-        limit = parse_query_count("limit", query.get("limit", str(DEFAULT_LISTED)), MAX_LISTED)
+        limit = parse_positive_query_count("limit", query.get("limit", str(DEFAULT_LISTED)), MAX_LISTED)
         response_id, items = request.path_params["response_id"], self._stored(request).items
         listed = [listed_input_item(item, response_id, index) for index, item in enumerate(items)]
         if order == "desc":

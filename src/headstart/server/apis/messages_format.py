@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from headstart.anthropic.message_events import CacheBreakpoints, MessageEventBuilder
+from headstart.anthropic.message_events import CacheBreakpointSummary, MessageEventBuilder
 from headstart.anthropic.messages_request import (
     CountTokensRequest,
     MessagesRequest,
@@ -19,7 +19,7 @@ from headstart.openai.responses import Json
 from headstart.reuse.cache_comparison import anthropic_diagnostics
 from headstart.server.apis.answer_format import (
     AnswerIdentity,
-    PartsFormat,
+    PartsAnswerFormatter,
     ServedApi,
     TranslatedChat,
     check_model_name,
@@ -32,7 +32,7 @@ _HOUR = 3600.0
 
 def _prepare(values: Mapping[str, Any], model: ServedModel, origin: RequestOrigin) -> ApiRequest:
     read = translate_messages_body(MessagesRequest, values, model.bounds)
-    chat = TranslatedChat.of(read.chat, model, origin, shortens=True)
+    chat = TranslatedChat.from_request(read.chat, model, origin, shortens=True)
     fills_context = chat.params.max_tokens != chat.body.params.max_tokens
     num_marked = 0
     if chat.params.cache is CacheMode.READ_WRITE:
@@ -42,11 +42,13 @@ def _prepare(values: Mapping[str, Any], model: ServedModel, origin: RequestOrigi
         if 0 < num_marked < len(chat.requests[0].prompt) // block_size * block_size:  # others may go on from there
             requests = [replace(request, boundary=num_marked) for request in chat.requests]
             chat = chat._replace(requests=requests)
-    marks = CacheBreakpoints(num_marked, is_long=read.ttl >= _HOUR)
+    marks = CacheBreakpointSummary(num_marked, is_long=read.ttl >= _HOUR)
     return chat.to_api_request(read.chat, partial(_format, marks, fills_context))
 
 
-def _format(marks: CacheBreakpoints, fills_context: bool, job: GenerationJob, head: AnswerIdentity) -> PartsFormat:
+def _format(
+    marks: CacheBreakpointSummary, fills_context: bool, job: GenerationJob, head: AnswerIdentity
+) -> PartsAnswerFormatter:
     """Return the format of the answer of one job: a message."""
     events = MessageEventBuilder(head.request_id, head.model.name, marks, fills_context=fills_context)
 
@@ -65,7 +67,7 @@ def _format(marks: CacheBreakpoints, fills_context: bool, job: GenerationJob, he
         diagnosed(objects[0]["message"])
         return objects
 
-    return PartsFormat(
+    return PartsAnswerFormatter(
         api=api_table.MESSAGES,
         parts=events.parts,
         finished=lambda: diagnosed(events.message(job.usage())),

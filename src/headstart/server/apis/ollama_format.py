@@ -27,7 +27,7 @@ from headstart.openai.tools.chat_format import find_chat_format
 from headstart.openai.value_checks import raise_unsupported
 from headstart.server.apis.answer_format import (
     AnswerIdentity,
-    PartsFormat,
+    PartsAnswerFormatter,
     ServedApi,
     TranslatedChat,
     check_model_name,
@@ -38,7 +38,7 @@ from headstart.server.inference import run_with_body
 from headstart.server.server_state import ServedModel, ServerState
 
 
-def _format(is_chat: bool, job: GenerationJob, head: AnswerIdentity) -> PartsFormat:
+def _format(is_chat: bool, job: GenerationJob, head: AnswerIdentity) -> PartsAnswerFormatter:
     """Return the format of the answer of one job: lines, each of them complete."""
     answer = OllamaAnswerBuilder(head.model.name, head.created, is_chat=is_chat)
 
@@ -48,7 +48,7 @@ def _format(is_chat: bool, job: GenerationJob, head: AnswerIdentity) -> PartsFor
         scheduled = record.arrival if record.scheduled_at is None else record.scheduled_at
         return RequestDurations(now - record.arrival, first - scheduled, now - first)
 
-    return PartsFormat(
+    return PartsAnswerFormatter(
         api=ollama_api.OLLAMA_CHAT,
         parts=answer.parts,
         finished=lambda: answer.whole(job.usage(), durations()),
@@ -59,14 +59,16 @@ def _format(is_chat: bool, job: GenerationJob, head: AnswerIdentity) -> PartsFor
 
 def _prepare_chat(values: Mapping[str, Any], model: ServedModel, origin: RequestOrigin) -> ApiRequest:
     chat = translate_chat_body(values, model.bounds)
-    return TranslatedChat.of(chat, model, origin, shortens=True).to_api_request(chat, partial(_format, True))
+    return TranslatedChat.from_request(chat, model, origin, shortens=True).to_api_request(chat, partial(_format, True))
 
 
 def _prepare_generate(values: Mapping[str, Any], model: ServedModel, origin: RequestOrigin) -> ApiRequest:
     bounds = model.bounds
     read = translate_generate_body(values, bounds)
     if not is_raw_completion(values):
-        return TranslatedChat.of(read, model, origin, shortens=True).to_api_request(read, partial(_format, False))
+        return TranslatedChat.from_request(read, model, origin, shortens=True).to_api_request(
+            read, partial(_format, False)
+        )
     with read.rename_error_fields():
         body = parse_completion(read.values, bounds)
         check_model_name(body.model, model)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from headstart.apis import answer_schemas, api_table
-from headstart.http.http_errors import HttpError, error_status_and_body
+from headstart.http.http_errors import HttpError, error_status_body_headers
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.engine_requests import RequestOrigin
 from headstart.openai.request_json import parse_json
@@ -17,7 +17,7 @@ from headstart.openai.responses import Json
 from headstart.openai.responses_api.call_forms import ChatTool, special_tools_by_function
 from headstart.openai.responses_api.input_items import (
     REFERENCE,
-    find_output_item,
+    find_output_item_by_id,
     read_input_item,
     referenced_item_ids,
     response_id_of_item,
@@ -30,8 +30,18 @@ from headstart.openai.responses_api.response_memory import (
     StoredResponses,
 )
 from headstart.openai.responses_api.response_objects import ResponseTemplate, echoed_request_fields, response_usage
-from headstart.openai.responses_api.responses_request import ResponsesRequest, parse_responses, translate_responses
-from headstart.server.apis.answer_format import AnswerIdentity, PartsFormat, ServedApi, TranslatedChat, check_model_name
+from headstart.openai.responses_api.responses_request import (
+    ResponsesRequest,
+    parse_responses,
+    responses_to_chat_request,
+)
+from headstart.server.apis.answer_format import (
+    AnswerIdentity,
+    PartsAnswerFormatter,
+    ServedApi,
+    TranslatedChat,
+    check_model_name,
+)
 from headstart.server.generation_job import ApiRequest, GenerationJob
 from headstart.server.request_limits import bytes_of_json_value
 from headstart.server.server_state import ServedModel
@@ -60,8 +70,8 @@ def make_responses_api(memory: StoredResponses) -> ServedApi:
         check_model_name(fields.model, model)
         fields = _with_referenced_items(fields, memory, origin.tenant, model.bounds)
         before = _conversation(memory, origin.tenant, fields.previous_response_id)
-        translation = translate_responses(fields, values, before.items if before is not None else ())
-        chat = TranslatedChat.of(translation, model, origin)
+        translation = responses_to_chat_request(fields, values, before.items if before is not None else ())
+        chat = TranslatedChat.from_request(translation, model, origin)
         last = before.last if before is not None else None
         items = msgspec.json.encode(fields.input)
         storing = ResponseStorageContext(memory, origin.tenant, items, last) if fields.store else None
@@ -94,7 +104,7 @@ def _format(
     tools: Mapping[str, ChatTool],
     job: GenerationJob,
     head: AnswerIdentity,
-) -> PartsFormat:
+) -> PartsAnswerFormatter:
     """Return the format of the answer of one job: a response object, which is stored when it is finished.
 
     `echo`: the fields of the request that the response repeats. `storing` None: it is not stored. `tools`: those with
@@ -117,18 +127,18 @@ def _format(
         return response
 
     def last() -> list[Json]:
-        objects, response = events.closing_events(response_usage(job.usage(), events.parts))
+        objects, response = events.closing_events_and_response(response_usage(job.usage(), events.parts))
         stored(response)  # before it is sent: clients may continue it at once
         return objects
 
     def failed(error: Exception) -> list[Json] | None:
         if not events.num_events:  # the stream has no response yet
             return None
-        status, body, _ = error_status_and_body(error)
+        status, body, _ = error_status_body_headers(error)
         code = "rate_limit_exceeded" if status == 429 else "server_error"
         return events.failure_events({"code": code, "message": body["error"]["message"]})
 
-    return PartsFormat(
+    return PartsAnswerFormatter(
         api=api_table.RESPONSES,
         parts=events.parts,
         finished=lambda: stored(events.finished_response(response_usage(job.usage(), events.parts))),
@@ -164,7 +174,7 @@ def _with_referenced_items(
         if response_id not in responses:
             stored = memory.get(tenant, response_id, time.monotonic())
             responses[response_id] = {"output": []} if stored is None else stored.response
-        found = find_output_item(responses[response_id], item_id)
+        found = find_output_item_by_id(responses[response_id], item_id)
         if found is None:
             raise item_not_found_error(item_id, f"{name}.id")
         items.append(read_input_item(name, found, bounds))

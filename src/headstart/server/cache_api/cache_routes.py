@@ -11,14 +11,14 @@ from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import EngineStats
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import Request as EngineRequest
-from headstart.engine.wire import decode_stats
+from headstart.engine.wire import stats_from_values
 from headstart.http.access_record import access_record_of_scope
 from headstart.http.auth import Principal
 from headstart.http.http_errors import HttpError
 from headstart.openai.engine_requests import RequestOrigin
 from headstart.openai.request_json import parse_json_object
 from headstart.openai.responses import CACHE_SOURCES, Json
-from headstart.openai.value_checks import parse_query_count
+from headstart.openai.value_checks import parse_positive_query_count
 from headstart.server.apis.choice_apis import CHAT, COMPLETIONS
 from headstart.server.cache_api.explanation_text import reuse_explanation_json
 from headstart.server.inference import run_with_body
@@ -31,14 +31,14 @@ from headstart.server.store_metrics import may_see_store, store_stats_json
 _MAX_ID_CHARS = 128
 
 
-async def cache_stats_response(state: ServerState, principal: Principal) -> Json:
+async def fetch_cache_stats_json(state: ServerState, principal: Principal) -> Json:
     """Return the JSON of /v1/cache/stats: counters since start and current gauges. Raises HttpError, EngineDeadError.
 
     Counters only grow, so the difference of two responses covers the time between them. Counts by tenant are for
     administrators; a tenant sees its own. Counts of the store are shown as `may_see_store` allows.
     """
     model = state.check_ready()
-    stats = decode_stats(await state.engine.call("cache_stats"))
+    stats = stats_from_values(await state.engine.call("cache_stats"))
     rows = model.metrics.tenants.items()
     shown = {name: breakdown for name, breakdown in rows if principal.is_admin or name == principal.tenant}
     answer = engine_cache_stats_json(stats, model.name, model.info.block_size, shown)
@@ -147,9 +147,9 @@ async def recent_bodies_response(state: ServerState, request: Request) -> Json:
             "this server keeps no prompts; start it with --prompt-log-size, in bytes",
             code="not_kept",
         )
-    last = parse_query_count("last", request.query_params.get("last", str(MAX_LISTED)), MAX_LISTED)
+    last = parse_positive_query_count("last", request.query_params.get("last", str(MAX_LISTED)), MAX_LISTED)
     tenant = access_record_of_scope(request.scope).principal.tenant
-    return {"object": "list", "data": await asyncio.to_thread(state.prompt_log.bodies, tenant, last)}
+    return {"object": "list", "data": await asyncio.to_thread(state.prompt_log.last_bodies_of_tenant, tenant, last)}
 
 
 def _request_id(request: Request) -> str:

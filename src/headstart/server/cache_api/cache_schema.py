@@ -9,7 +9,7 @@ from headstart.apis.answer_schemas import (
     STRING,
     OptionalProperty,
     Schema,
-    constants_schema,
+    enum_schema,
     integer_properties,
     list_schema,
     map_schema,
@@ -45,7 +45,7 @@ _STORE = object_schema(
 )
 CACHE_STATISTICS = object_schema(
     "Counters since the start of the server, and its current state.",
-    object=constants_schema("cache.stats"),
+    object=enum_schema("cache.stats"),
     model=STRING,
     block_size=INTEGER,
     prompt_tokens=object_schema(
@@ -83,13 +83,13 @@ _NEAREST_REQUEST = object_schema(
     other_token=nullable_schema(_SHOWN_TOKEN),
     other_text=STRING,
     difference=nullable_schema(
-        constants_schema("timestamp", "uuid", "identifier", "number", "whitespace", "json_order", "order")
+        enum_schema("timestamp", "uuid", "identifier", "number", "whitespace", "json_order", "order")
     ),
     repeated_tokens=INTEGER,
 )
 _BLOCK_EVICTION = object_schema(
     "The eviction of the first block that was missing.",
-    cause=constants_schema("capacity", "failed", "reset"),
+    cause=enum_schema("capacity", "failed", "reset"),
     by=nullable_schema(STRING),
     by_another_tenant=BOOLEAN,
     by_tenant=nullable_schema(STRING),
@@ -105,7 +105,7 @@ _FINDING = object_schema(
 )
 CACHE_EXPLANATION = object_schema(
     "Why a request had no more prefix cache hits; `message` says it in words.",
-    object=constants_schema("cache.explanation"),
+    object=enum_schema("cache.explanation"),
     request_id=nullable_schema(STRING),
     status=nullable_schema(STRING),
     **integer_properties("prompt_tokens block_size reused_tokens"),
@@ -124,7 +124,7 @@ _RECENT_REQUEST = object_schema(
 )
 RECENT_REQUESTS = object_schema(
     "The caller's own recent requests, the oldest first.",
-    object=constants_schema("list"),
+    object=enum_schema("list"),
     data=list_schema(_RECENT_REQUEST),
 )
 PINNED_PREFIX = object_schema(
@@ -137,12 +137,12 @@ PINNED_PREFIX = object_schema(
     error=nullable_schema(STRING),
 )
 PINNED_PREFIXES = object_schema(
-    "All pinned prefixes, the rejected ones last.", object=constants_schema("list"), data=list_schema(PINNED_PREFIX)
+    "All pinned prefixes, the rejected ones last.", object=enum_schema("list"), data=list_schema(PINNED_PREFIX)
 )
-REMOVED_PREFIX = object_schema("The answer to the removal of a prefix.", name=STRING, deleted=constants_schema(True))
+REMOVED_PREFIX = object_schema("The answer to the removal of a prefix.", name=STRING, deleted=enum_schema(True))
 CACHE_TREE = object_schema(
     "The published blocks as a tree of runs in preorder; `runs` has the values of `columns`.",
-    object=constants_schema("cache.tree"),
+    object=enum_schema("cache.tree"),
     model=STRING,
     **integer_properties("block_size capacity_tokens tokens num_runs"),
     seconds_ago=NUMBER,
@@ -173,7 +173,7 @@ def _of_administrators(zero: float, names: str) -> dict[str, Schema]:
 
 FIGURES = object_schema(
     "One frame of the stream of figures; tenants get the fields without a default only.",
-    object=constants_schema("cache.figures"),
+    object=enum_schema("cache.figures"),
     model=STRING,
     tenant=nullable_schema(STRING),
     ms_per_prompt_token=nullable_schema(NUMBER),

@@ -37,7 +37,7 @@ class AvoidableTokenSample(NamedTuple):
     computed: int = 0
     causes: Mapping[str, int] = MappingProxyType({})
 
-    def avoidable_since(self, before: "AvoidableTokenSample", computed: int) -> dict[str, int]:
+    def estimate_avoidable_by_cause(self, before: "AvoidableTokenSample", computed: int) -> dict[str, int]:
         """Return the avoidable ones of `computed` tokens by cause, the most first: as many as in the sample since."""
         examined = self.computed - before.computed
         counts = {cause: count - before.causes.get(cause, 0) for cause, count in self.causes.items()}
@@ -162,7 +162,7 @@ def _lost(
     evicted = {name: count for name, count in evicted.items() if count}
     since = _since(before.tenants.get(tenant, PromptTokenBreakdown()), now.tenants.get(tenant, PromptTokenBreakdown()))
     rest = max(since.computed - sum(evicted.values()), 0)
-    causes = now.examined.get(tenant, AvoidableTokenSample()).avoidable_since(
+    causes = now.examined.get(tenant, AvoidableTokenSample()).estimate_avoidable_by_cause(
         before.examined.get(tenant, AvoidableTokenSample()), rest
     )
     return evicted, causes, since
@@ -198,7 +198,9 @@ def _losses(before: CounterSample, now: CounterSample) -> list[Json]:
     counters, earlier = now.stats.counters, before.stats.counters
     computed = counters.prompt_computed_tokens - earlier.prompt_computed_tokens
     evicted = min(counters.evicted_tokens - earlier.evicted_tokens, computed)
-    causes = now.examined[""].avoidable_since(before.examined.get("", AvoidableTokenSample()), computed - evicted)
+    causes = now.examined[""].estimate_avoidable_by_cause(
+        before.examined.get("", AvoidableTokenSample()), computed - evicted
+    )
     rest = computed - evicted - max(causes.values(), default=0)
     more = {"evicted": (evicted, EVICTED), "new": (rest, NEW)}
     rows = [{"cause": name, "tokens": tokens, "remedy": text} for name, (tokens, text) in more.items() if tokens]

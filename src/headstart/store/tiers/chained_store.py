@@ -14,18 +14,18 @@ from importlib import import_module
 from itertools import takewhile
 from typing import Any
 
-from headstart.core.cache.block_store import BlockKey, BlockSource, BlockStore, LoadedBlocks, StoreStats
+from headstart.core.cache.block_store import BlockKey, BlockLoadPart, BlockSource, BlockStore, StoreStats
 from headstart.core.cache.hashing import BlockHash
 from headstart.store.disk import DiskStore, TierStore
 from headstart.store.format import StoredBlockFormat
-from headstart.store.tiers.tier import TierPlaces
+from headstart.store.tiers.tier import StoreTierLocations
 
 REDIS_TIER = "headstart.store.tiers.redis_tier"  # imported if a server is named: needs the extra [redis]
 MAX_COPIES = 1024  # that wait for the end of loads
 
 
 def open_store(
-    found: TierPlaces,
+    found: StoreTierLocations,
     shape: StoredBlockFormat,
     max_bytes: int,
     *,
@@ -58,9 +58,9 @@ class ChainedStore:
         self._num_loads = 0
         self._copies: deque[tuple[int, int, BlockKey]] = deque()  # offers that wait
 
-    def start_writing(self, source: BlockSource) -> None:
+    def set_block_source(self, source: BlockSource) -> None:
         for store in self._stores:
-            store.start_writing(source)
+            store.set_block_source(source)
 
     def contains(self, block_hash: BlockHash) -> bool:
         return any(store.contains(block_hash) for store in self._stores)
@@ -85,8 +85,8 @@ class ChainedStore:
             self._end(self._stores.index(store), own_id)
             store.cancel_load(own_id, is_late=is_late)
 
-    def poll_loads(self) -> list[LoadedBlocks]:
-        found: list[LoadedBlocks] = []
+    def poll_loads(self) -> list[BlockLoadPart]:
+        found: list[BlockLoadPart] = []
         for number, store in enumerate(self._stores):
             for loaded in store.poll_loads():
                 load_id = self._ids[number, loaded.load_id]
@@ -96,15 +96,15 @@ class ChainedStore:
         self._offer_copies(0 if self._loads else len(self._copies))
         return found
 
-    def release_loaded(self, loaded: LoadedBlocks) -> None:
+    def release_loaded(self, loaded: BlockLoadPart) -> None:
         for store in self._stores:  # only the one that lent the data knows them
             store.release_loaded(loaded)
 
-    def wait_for_loads(self, timeout: float) -> None:
+    def wait_for_any_load(self, timeout: float) -> None:
         waited = {id(store): store for store, _ in self._loads.values()}
         for store in waited.values():
             began, part = time.monotonic(), timeout / len(waited)
-            store.wait_for_loads(part)
+            store.wait_for_any_load(part)
             if time.monotonic() - began < part:
                 return  # it has something
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from headstart.store.tiers.redis_link import RedisConnection
+from headstart.store.tiers.redis_link import RedisConnections
 from headstart.store.tiers.sealing import damage_of_value
 from headstart.store.tiers.tier import parse_tier_places
 
@@ -44,12 +44,12 @@ class RedisStats:
         return sum(space.num_bytes for space in self.spaces)
 
 
-def open_inspection_link(url: str, password: str | None) -> RedisConnection:
+def open_inspection_link(url: str, password: str | None) -> RedisConnections:
     """Return a link for the functions below. Raises ConfigError."""
-    return RedisConnection(parse_tier_places(url).url or url, password, INSPECT_SECONDS)
+    return RedisConnections(parse_tier_places(url).url or url, password, INSPECT_SECONDS)
 
 
-def stat_redis(link: RedisConnection) -> RedisStats:
+def stat_redis(link: RedisConnections) -> RedisStats:
     """Count the blocks of all spaces. Raises TierError."""
 
     def sizes(names: list[bytes]) -> list[tuple[int, str]]:
@@ -58,7 +58,7 @@ def stat_redis(link: RedisConnection) -> RedisStats:
     return _survey(link, SCAN_COUNT, sizes)
 
 
-def verify_redis(link: RedisConnection) -> RedisStats:
+def verify_redis(link: RedisConnections) -> RedisStats:
     """Read every value and check it as far as that is possible without its secret. Raises TierError."""
 
     def checked(names: list[bytes]) -> list[tuple[int, str]]:
@@ -68,7 +68,7 @@ def verify_redis(link: RedisConnection) -> RedisStats:
     return _survey(link, READ_COUNT, checked)
 
 
-def clear_redis(link: RedisConnection, space: bytes = b"") -> int:
+def clear_redis(link: RedisConnections, space: bytes = b"") -> int:
     """Delete all blocks, or those of one space, and their indexes. Return the number of blocks. Raises TierError."""
     num_blocks = 0
     for names in _scan(link, PREFIX + space):
@@ -77,7 +77,7 @@ def clear_redis(link: RedisConnection, space: bytes = b"") -> int:
     return num_blocks
 
 
-def _survey(link: RedisConnection, at_once: int, look: Callable[[list[bytes]], list[tuple[int, str]]]) -> RedisStats:
+def _survey(link: RedisConnections, at_once: int, look: Callable[[list[bytes]], list[tuple[int, str]]]) -> RedisStats:
     """Return the statistics of all blocks; `look` returns the size and the fault of each of these."""
     found, spaces = RedisStats(), dict[bytes, BlockSpaceStats]()
     for scanned in _scan(link, PREFIX):
@@ -94,7 +94,7 @@ def _survey(link: RedisConnection, at_once: int, look: Callable[[list[bytes]], l
     return found
 
 
-def _scan(link: RedisConnection, prefix: bytes) -> Iterator[list[bytes]]:
+def _scan(link: RedisConnections, prefix: bytes) -> Iterator[list[bytes]]:
     """Yield the keys with a prefix, in portions; one may come twice while others write."""
     for server in link.servers().values():
         cursor: Any = None

@@ -1,6 +1,6 @@
-"""RedisConnection: calls to a Redis or Valkey server or to nodes of a cluster, each with one deadline for all of it.
+"""RedisConnections: calls to a Redis or Valkey server or to nodes of a cluster, each with one deadline for all of it.
 
-Everything a server answers may be wrong, late, or never come: `RedisConnection.run_with_deadline` turns all that into
+Everything a server answers may be wrong, late, or never come: `RedisConnections.run_with_deadline` turns all that into
 TierError.
 """
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 Value = memoryview | TierError | None
 
 
-class RedisConnection:
+class RedisConnections:
     """One connection to each server, for one thread. It is opened at the first call, and again after a failure."""
 
     def __init__(self, url: str, password: str | None, seconds: float) -> None:
@@ -59,15 +59,17 @@ class RedisConnection:
 
     def servers(self) -> dict[str, redis.Redis]:
         """Return the server, or the nodes that have keys, by name. Raises TierError."""
-        return self.run_with_deadline(self._nodes.servers)
+        return self.run_with_deadline(self._nodes.primary_clients)
 
     def server_of(self, key: bytes) -> str:
         """Return the name of the server of a key. Raises TierError."""
-        return next(iter(self.run_with_deadline(lambda: self._nodes.by_server([key]))))
+        return next(iter(self.run_with_deadline(lambda: self._nodes.key_indices_by_server([key]))))
 
     def ask_each(self, call: Callable[[redis.Redis], T]) -> dict[str, T]:
         """Return the result of a call at every server. Raises TierError."""
-        return self.run_with_deadline(lambda: {name: call(server) for name, server in self._nodes.servers().items()})
+        return self.run_with_deadline(
+            lambda: {name: call(server) for name, server in self._nodes.primary_clients().items()}
+        )
 
     def execute_commands(self, commands: Sequence[tuple[Any, ...]], seconds: float | None = None) -> list[Any]:
         """Return the answers to commands, each a name, a key, and more. Raises TierError.
@@ -77,8 +79,8 @@ class RedisConnection:
         answers: list[Any] = [None] * len(commands)
 
         def send() -> None:
-            servers = self._nodes.servers()
-            for name, places in self._nodes.by_server([command[1] for command in commands]).items():
+            servers = self._nodes.primary_clients()
+            for name, places in self._nodes.key_indices_by_server([command[1] for command in commands]).items():
                 pipeline = servers[name].pipeline(transaction=False)
                 for place in places:
                     pipeline.execute_command(*commands[place])
@@ -92,7 +94,7 @@ class RedisConnection:
             self.run_with_deadline(send, seconds)
         return answers
 
-    def request_values(self, names: Sequence[bytes]) -> None:
+    def send_get_commands(self, names: Sequence[bytes]) -> None:
         """Ask for the values of keys, which `receive` returns. Raises TierError: no server is known.
 
         An answer that was not received is dropped with its connection. Connections are kept, since to watch a call
@@ -101,8 +103,8 @@ class RedisConnection:
         if self._awaited:
             self._drop()
         self._asked, self._errors, nodes = names, {}, self._nodes
-        servers = nodes.servers() if nodes.has_current_topology else self.servers()
-        for name, places in nodes.by_server(names).items():
+        servers = nodes.primary_clients() if nodes.has_current_topology else self.servers()
+        for name, places in nodes.key_indices_by_server(names).items():
             try:
                 pool = servers[name].connection_pool
                 connection = self._connection(pool)

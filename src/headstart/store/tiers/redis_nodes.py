@@ -44,14 +44,14 @@ class RedisNodes:
         """Return whether the functions below need no answer."""
         return not self.is_cluster or (self._cluster is not None and not self._is_stale)
 
-    def servers(self) -> dict[str, redis.Redis]:
+    def primary_clients(self) -> dict[str, redis.Redis]:
         """Return the server, or the primary nodes."""
         if not self.is_cluster:
             return self._single
         cluster = self._known()
         return {node.name: cluster.get_redis_connection(node) for node in cluster.get_primaries()}
 
-    def by_server(self, keys: Sequence[bytes]) -> dict[str, list[int]]:
+    def key_indices_by_server(self, keys: Sequence[bytes]) -> dict[str, list[int]]:
         """Return which of these keys each server has, by their index; the server of the last key is the last."""
         if not self.is_cluster:
             return {"": list(range(len(keys)))}

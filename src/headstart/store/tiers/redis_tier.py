@@ -19,7 +19,7 @@ from headstart.core.cache.hashing import BlockHash
 from headstart.store.format import StoredBlockFormat
 from headstart.store.segment import ReadResult
 from headstart.store.tiers.redis_inspect import PREFIX, clear_redis
-from headstart.store.tiers.redis_link import SPARE_BYTES, RedisConnection, Value
+from headstart.store.tiers.redis_link import SPARE_BYTES, RedisConnections, Value
 from headstart.store.tiers.sealing import BlockSealer
 from headstart.store.tiers.tier import TierError
 
@@ -50,7 +50,7 @@ class RedisTier:
         self._sealer, self._ttl, self._clock = BlockSealer(secret, shape), ttl, clock
         self._block_bytes = shape.block_bytes
         self._reads, self._writes = (
-            RedisConnection(url, password, seconds) for seconds in (READ_SECONDS, WRITE_SECONDS)
+            RedisConnections(url, password, seconds) for seconds in (READ_SECONDS, WRITE_SECONDS)
         )
         self._space = self._sealer.space.encode()
         self._index = b"%s%s:index" % (PREFIX, self._space)
@@ -75,7 +75,9 @@ class RedisTier:
     def contains(self, block_hash: BlockHash) -> bool:
         return block_hash in self._known
 
-    def read(self, keys: Sequence[BlockKey], buffer: memoryview, ahead: Sequence[BlockKey] = ()) -> ReadResult:
+    def read_blocks_until_miss(
+        self, keys: Sequence[BlockKey], buffer: memoryview, ahead: Sequence[BlockKey] = ()
+    ) -> ReadResult:
         try:
             values = self._fetch(keys)
         except TierError as error:
@@ -89,7 +91,7 @@ class RedisTier:
             if isinstance(error := values[done], TierError):
                 return ReadResult(done, "io", error)
             value, part = values[done], buffer[done * size : (done + 1) * size]
-            miss = "gone" if value is None else self._sealer.open_block(key, value, part)
+            miss = "gone" if value is None else self._sealer.unseal_block_into(key, value, part)
             if miss is not None:
                 self._forget([*missing, key.block_hash])
                 return ReadResult(done, miss)
@@ -97,7 +99,7 @@ class RedisTier:
 
     def _ask(self, keys: Sequence[BlockKey]) -> None:
         self._asked = None
-        self._reads.request_values([self._name(key.block_hash) for key in keys])
+        self._reads.send_get_commands([self._name(key.block_hash) for key in keys])
         self._asked = keys
 
     def _fetch(self, keys: Sequence[BlockKey]) -> list[Value]:
@@ -110,7 +112,7 @@ class RedisTier:
             self._received = bytearray(num_bytes)
         return self._reads.receive_values(len(keys), most, self._received)
 
-    def append(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
+    def write_new_blocks(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
         new = {key.block_hash: (key, data) for key, data in blocks if not self.contains(key.block_hash)}
         size = self._sealer.value_bytes
         if len(self._sealed) < len(new) * size:
@@ -129,12 +131,12 @@ class RedisTier:
         self._writes.ask_each(lambda server: server.ping())
         return 0
 
-    def used(self, block_hashes: Iterable[BlockHash]) -> None:
+    def mark_used(self, block_hashes: Iterable[BlockHash]) -> None:
         """Note blocks that are to be renewed at the next look: those that were not for a quarter of their life."""
         before = self._clock() - self._ttl / 4
         self._used.update(h for h in block_hashes if self._known.get(h, float("inf")) < before)
 
-    def refresh(self) -> None:
+    def refresh_from_other_writers(self) -> None:
         now = self._clock()
         if now < self._look_at:
             return
@@ -167,7 +169,7 @@ class RedisTier:
         self._renew()
         self._look_at = self._clock() + LOOK_SECONDS
 
-    def discard(self, block_hashes: Iterable[BlockHash]) -> None:
+    def discard_blocks(self, block_hashes: Iterable[BlockHash]) -> None:
         found = list(block_hashes)
         self._forget(found)
         self._writes.execute_commands([("UNLINK", self._name(block_hash)) for block_hash in found])
@@ -182,7 +184,7 @@ class RedisTier:
             link.close()
 
     def _name(self, block_hash: BlockHash) -> bytes:
-        return b"%s%s:b:%s" % (PREFIX, self._space, self._sealer.name(block_hash))
+        return b"%s%s:b:%s" % (PREFIX, self._space, self._sealer.external_block_name(block_hash))
 
     def _renew(self) -> None:
         """Begin the life of used blocks anew, and announce them again, so that the index does not lose them."""

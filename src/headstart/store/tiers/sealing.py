@@ -23,7 +23,7 @@ from headstart.store.format import (
     SegmentHeader,
     StoredBlockFormat,
     decode_entry,
-    encode_entry,
+    encode_slot_entry,
     payload_checksum,
 )
 from headstart.store.segment import Miss
@@ -36,7 +36,7 @@ OVERHEAD_BYTES = len(MAGIC) + _NONCE + _TAG + _CHECKSUM
 
 
 class BlockSealer:
-    """Values of one shape under one secret (`read_shared_secret`), and messages about them."""
+    """Values of one shape under one secret (`derive_key_from_secret_file`), and messages about them."""
 
     def __init__(self, secret: bytes, shape: StoredBlockFormat) -> None:
         self._context = shape.fingerprint + struct.pack("<II", shape.block_size, shape.block_bytes)
@@ -44,11 +44,11 @@ class BlockSealer:
         self._names, self._keys = (derive_key(secret, what + self._context) for what in (b"names", b"blocks"))
         self._messages = AESGCM(derive_key(secret, b"messages" + self._context))
         self.space = derive_key(secret, b"space" + self._context)[:8].hex()
-        size = shape.entry_bytes + shape.block_bytes
+        size = shape.table_entry_bytes + shape.block_bytes
         self._plain, self._opened = memoryview(bytearray(size)), memoryview(bytearray(size))
         self.value_bytes = OVERHEAD_BYTES + len(self._plain)
 
-    def name(self, block_hash: BlockHash) -> bytes:
+    def external_block_name(self, block_hash: BlockHash) -> bytes:
         """Return the name of a block outside: it tells nothing about the block without the secret."""
         return derive_key(self._names, block_hash)[:NAME_BYTES]
 
@@ -57,23 +57,23 @@ class BlockSealer:
 
         New memory for every copy of a block would take seven times as long as encrypting it.
         """
-        size = self._header.shape.entry_bytes
-        self._plain[:size] = encode_entry(self._header, 0, BlockEntry(key, payload_checksum(payload)))
+        size = self._header.shape.table_entry_bytes
+        self._plain[:size] = encode_slot_entry(self._header, 0, BlockEntry(key, payload_checksum(payload)))
         self._plain[size:] = payload
         start, nonce = len(MAGIC) + _NONCE, os.urandom(_NONCE)
         value[:start] = MAGIC + nonce
         cipher, sealed = self._cipher(key.block_hash), value[start:-_CHECKSUM]
         cipher.encrypt_into(nonce, self._plain, self._about(key), sealed)
-        value[-_CHECKSUM:] = _outer_checksum(value[:-_CHECKSUM], self.name(key.block_hash))
+        value[-_CHECKSUM:] = _outer_checksum(value[:-_CHECKSUM], self.external_block_name(key.block_hash))
 
-    def open_block(self, key: BlockKey, value: object, payload: memoryview) -> Miss | None:
+    def unseal_block_into(self, key: BlockKey, value: object, payload: memoryview) -> Miss | None:
         """Write a block's content to `payload` and return None, or return why the value is not that of this block."""
         if not isinstance(value, (bytes, memoryview)) or len(value) != self.value_bytes:
             return "corrupt"
         if bytes(value[: len(MAGIC)]) != MAGIC:
             return "corrupt"
         start = len(MAGIC) + _NONCE
-        sealed, size = memoryview(value)[start:-_CHECKSUM], self._header.shape.entry_bytes
+        sealed, size = memoryview(value)[start:-_CHECKSUM], self._header.shape.table_entry_bytes
         try:
             self._cipher(key.block_hash).decrypt_into(value[len(MAGIC) : start], sealed, self._about(key), self._opened)
             entry = decode_entry(self._header, 0, bytes(self._opened[:size]))

@@ -48,18 +48,20 @@ class StorageTier(Protocol):
         """Return whether a read of this block would probably succeed; from memory, O(1)."""
         ...
 
-    def refresh(self) -> None:
+    def refresh_from_other_writers(self) -> None:
         """Learn what other processes wrote. Raises OSError."""
         ...
 
-    def read(self, keys: Sequence[BlockKey], buffer: memoryview, ahead: Sequence[BlockKey] = ()) -> ReadResult:
+    def read_blocks_until_miss(
+        self, keys: Sequence[BlockKey], buffer: memoryview, ahead: Sequence[BlockKey] = ()
+    ) -> ReadResult:
         """Read blocks from the first on, each verified against its key, until one is unavailable. Raises nothing.
 
         `ahead`: what the next call reads if it is given this very object, so that it may be fetched meanwhile.
         """
         ...
 
-    def append(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
+    def write_new_blocks(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
         """Write those that are not stored yet; return their number. Raises OSError."""
         ...
 
@@ -67,11 +69,11 @@ class StorageTier(Protocol):
         """Make space for so many bytes; return the number of blocks dropped for it. Raises OSError."""
         ...
 
-    def used(self, block_hashes: Iterable[BlockHash]) -> None:
+    def mark_used(self, block_hashes: Iterable[BlockHash]) -> None:
         """Mark blocks as used now. Raises OSError."""
         ...
 
-    def discard(self, block_hashes: Iterable[BlockHash]) -> None:
+    def discard_blocks(self, block_hashes: Iterable[BlockHash]) -> None:
         """Drop these for all processes. Raises OSError."""
         ...
 
@@ -82,14 +84,14 @@ class StorageTier(Protocol):
     def close(self) -> None: ...
 
 
-class TierPlaces(NamedTuple):
+class StoreTierLocations(NamedTuple):
     """The tiers of --kv-store, in the order in which they are asked."""
 
     folder: Path | None
     url: str | None
 
 
-def parse_tier_places(text: str) -> TierPlaces:
+def parse_tier_places(text: str) -> StoreTierLocations:
     """Return the places of --kv-store: DIR, URL, or DIR,URL. Raises ConfigError for a URL that cannot be used."""
     match = _PLACES.fullmatch(text)
     folder, url = (text, None) if match is None else (match["folder"], match["url"])
@@ -99,7 +101,7 @@ def parse_tier_places(text: str) -> TierPlaces:
         _check_url(url)
         if missing := [name for name in REDIS_PACKAGES if find_spec(name) is None]:
             raise ConfigError(f"--kv-store {url} needs {', '.join(missing)}: pip install 'headstart[redis]'")
-    return TierPlaces(None if folder is None else Path(folder).expanduser(), url)
+    return StoreTierLocations(None if folder is None else Path(folder).expanduser(), url)
 
 
 def parse_node_urls(url: str) -> list[str]:
@@ -141,10 +143,10 @@ def read_shared_secrets(paths: str | None) -> tuple[bytes, ...]:
 
     Raises ConfigError as below.
     """
-    return tuple(read_shared_secret(path) for path in (paths or "").split(","))
+    return tuple(derive_key_from_secret_file(path) for path in (paths or "").split(","))
 
 
-def read_shared_secret(path: str) -> bytes:
+def derive_key_from_secret_file(path: str) -> bytes:
     """Return a key from the content of the secret file, white space at its ends left out: HKDF-Extract (RFC 5869).
 
     Raises ConfigError if there is none, and for a file that is too short or that every user may read.

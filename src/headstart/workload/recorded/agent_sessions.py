@@ -42,7 +42,7 @@ class ConsecutiveIdRuns(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
         if isinstance(index, slice):
             start, stop, step = index.indices(self._length)
-            return self.first_ids(stop) if (start, step) == (0, 1) else tuple(self)[index]
+            return self.truncated_to(stop) if (start, step) == (0, 1) else tuple(self)[index]
         at = index + self._length if index < 0 else index
         for run in self.runs if at >= 0 else ():
             if at < len(run):
@@ -50,7 +50,7 @@ class ConsecutiveIdRuns(Sequence[int]):
             at -= len(run)
         raise IndexError(index)
 
-    def first_ids(self, count: int) -> "ConsecutiveIdRuns":
+    def truncated_to(self, count: int) -> "ConsecutiveIdRuns":
         """Return the first `count` ids."""
         found: list[range] = []
         for run in self.runs:
@@ -179,7 +179,7 @@ class _Thread:
     def runs(self, names: list[int], number_of: Callable[[int, dict[int, int]], int]) -> ConsecutiveIdRuns:
         """Return ids as runs; those that the request before begins with are not looked at again."""
         same = common_prefix_length(names, self._names)
-        runs = list(self._runs.first_ids(same).runs)
+        runs = list(self._runs.truncated_to(same).runs)
         for name in names[same:]:
             number = number_of(name, self._ids)
             if runs and runs[-1].stop == number:

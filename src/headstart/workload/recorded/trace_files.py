@@ -16,7 +16,7 @@ from headstart.core.errors import ConfigError
 from headstart.workload.block_paths import overlap_sessions
 from headstart.workload.recorded.agent_sessions import SessionReader, is_agent_session
 from headstart.workload.recorded.trace_units import RECOGNISED, TraceUnits
-from headstart.workload.traces import Trace, read_trace
+from headstart.workload.traces import Trace, parse_trace
 
 MAX_SESSION_CHARS = 512 << 20  # of one session, uncompressed
 ENDINGS = (".json", ".json.gz", ".jsonl", ".jsonl.gz")
@@ -25,7 +25,7 @@ OnFile = Callable[[int, int], object]
 """Called before each file with its number, from 0, and the number of files."""
 
 
-def read_trace_file(path: Path, units: TraceUnits = RECOGNISED, on_file: OnFile = lambda index, count: None) -> Trace:
+def read_trace_path(path: Path, units: TraceUnits = RECOGNISED, on_file: OnFile = lambda index, count: None) -> Trace:
     """Return the trace in a file, or the sessions in all files of a folder. Raises ConfigError with the file's name."""
     paths = [path]
     if path.is_dir():
@@ -41,7 +41,7 @@ def read_trace_file(path: Path, units: TraceUnits = RECOGNISED, on_file: OnFile 
                 if isinstance(found, _Lines):
                     if len(paths) > 1:
                         raise ConfigError("it holds no session; give files of other kinds one by one")
-                    return read_trace(found.lines, units)
+                    return parse_trace(found.lines, units)
                 for session in found:
                     reader.add_session(session)
         except (OSError, EOFError, ZlibError, UnicodeDecodeError, ConfigError) as error:
@@ -60,7 +60,7 @@ class TraceOptions:
 
     def read(self, path: Path, on_file: OnFile = lambda index, count: None) -> Trace:
         """Return the trace at a path. Raises ConfigError."""
-        trace = read_trace_file(path, self.units, on_file).up_to_length(self.skip_above)
+        trace = read_trace_path(path, self.units, on_file).up_to_length(self.skip_above)
         if self.sessions_at_once:
             trace = overlap_sessions(trace, self.sessions_at_once)
         return trace.with_divided_lengths(self.divisor)

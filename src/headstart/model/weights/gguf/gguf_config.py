@@ -12,7 +12,7 @@ import numpy as np
 from headstart.core.errors import ConfigError
 from headstart.gguf.gguf_reader import GGUFFile
 from headstart.gguf.metadata import read_end_token_ids, read_float, read_int, read_string, read_token_texts
-from headstart.model.weights.gguf.gguf_hybrids import OWN_KEYS, hybrid_settings, refuse_other_mixers
+from headstart.model.weights.gguf.gguf_hybrids import OWN_KEYS, hybrid_settings, refuse_misplaced_mixers
 from headstart.model.weights.gguf.gguf_names import BIASED, LAYER, ROPE_TENSORS, hf_tensor_name
 
 ARCHITECTURES = {
@@ -74,7 +74,7 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     if arch in OWN_KEYS:
         rotated = read_int(file, f"{arch}.rope.dimension_count", head_dim)
         config |= hybrid_settings(file, arch, config["num_hidden_layers"], rotated)
-        refuse_other_mixers(file, arch, config["layer_types"])
+        refuse_misplaced_mixers(file, arch, config["layer_types"])
     biases = {setting: _has_biases(file, arch, parts) for setting, parts in BIASED[arch].items()}
     if not biases.pop("qkv_bias", True):
         raise ConfigError(f"{file.path}: tensor blk.0.attn_q.bias is missing, and a {arch} model has biases")

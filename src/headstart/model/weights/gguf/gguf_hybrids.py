@@ -61,7 +61,7 @@ def hybrid_settings(file: GGUFFile, arch: str, num_layers: int, num_rotated: int
     }
 
 
-def refuse_other_mixers(file: GGUFFile, arch: str, kinds: list[str]) -> None:
+def refuse_misplaced_mixers(file: GGUFFile, arch: str, kinds: list[str]) -> None:
     """Raise ConfigError for a tensor of attention in a layer of another kind, or the other way round."""
     for stored in file.tensors:
         parts = (hf_tensor_name(stored, arch) or "").split(".")  # model.layers.N.MIXER...

@@ -43,9 +43,9 @@ class ToolArgumentTypes:
             names = {name for name in (chosen if isinstance(chosen, list) else [chosen]) if isinstance(name, str)}
             types &= names | ({"integer"} if "number" in names else set())
         if "const" in schema:
-            types &= {json_type_of(schema["const"])}
+            types &= {json_type_of_value(schema["const"])}
         if isinstance(values := schema.get("enum"), list):
-            types &= set(map(json_type_of, values))
+            types &= set(map(json_type_of_value, values))
         for key in ("anyOf", "oneOf"):
             if isinstance(branches := schema.get(key), list):
                 types &= frozenset[str]().union(*(self.types_of_schema(branch, depth + 1) for branch in branches))
@@ -92,7 +92,7 @@ def resolve_reference(root: object, reference: str) -> object:
     return found
 
 
-def json_type_of(value: object) -> str:
+def json_type_of_value(value: object) -> str:
     """Return the most special type of a JSON value: integer for 5 and 5.0."""
     if isinstance(value, bool):
         return "boolean"
@@ -121,7 +121,7 @@ def argument_as_json(text: str, types: frozenset[str]) -> str:
 def _type_of_json(text: str) -> str | None:
     """Return the type of a JSON document, None if the text is none."""
     try:
-        return json_type_of(json.loads(text, parse_constant=_no_constant))
+        return json_type_of_value(json.loads(text, parse_constant=_no_constant))
     except (ValueError, RecursionError):
         return None
 

@@ -39,7 +39,7 @@ class ChatDeltaWriter:
         self.num_calls = 0
         self.needs_marker = rules.needs_marker
 
-    def accepts(self, name: str, *, any_name: bool) -> bool:
+    def accepts_call_name(self, name: str, *, any_name: bool) -> bool:
         """Return whether a call may have this name: that of a tool, or with `any_name` any valid one."""
         return name in self._rules.tool_names or (any_name and _NAME.fullmatch(name) is not None)
 
@@ -64,13 +64,13 @@ class ChatDeltaWriter:
         if not (self._is_after_call and text.isspace()):
             self.write_content(text)
 
-    def write_kept_as_content(self, reader: TextReader, beginnings: Sequence[str] = ()) -> None:
+    def write_or_drop_kept(self, reader: TextReader, beginnings: Sequence[str] = ()) -> None:
         """Write kept text as content. If it ran out, a part of a call is missing, and it is dropped.
 
         `beginnings`: of a call without a marker, with %s for the name of a tool; the text must begin like one of them.
         """
         if reader.is_cut_off and (not beginnings or self._begins_call(reader.text, beginnings)):
-            reader.restore_kept()
+            reader.unread_kept_text()
         else:
             self.write_last_content(reader.take_kept())
 
@@ -110,7 +110,7 @@ class ChatDeltaWriter:
             held = (
                 num_chars_of_partial_marker(reader.text, markers) if found is None else len(reader.text) - found.start
             )
-            reader.at = reader.end_before_space(len(reader.text) - held)
+            reader.at = reader.index_before_whitespace(len(reader.text) - held)
             self.write_content(reader.take_kept())
             if found is not None:
                 reader.at = reader.text.index(found.marker) + len(found.marker)

@@ -58,14 +58,14 @@ class ReasoningReader:
         reader = self._reader
         while (found := first_marker(reader.text, (closing,))) is None:
             held = 0 if reader.ended else num_chars_of_partial_marker(reader.text, (closing,))
-            reader.at = reader.end_before_space(len(reader.text) - held)
+            reader.at = reader.index_before_whitespace(len(reader.text) - held)
             self._reasoning.append(reader.take_kept())
             if reader.ended:
                 reader.at = len(reader.text)
                 reader.take_kept()
                 return
             yield
-        reader.at = reader.end_before_space(found.start)
+        reader.at = reader.index_before_whitespace(found.start)
         self._reasoning.append(reader.take_kept())
         reader.at = reader.text.index(closing) + len(closing)
         reader.take_kept()

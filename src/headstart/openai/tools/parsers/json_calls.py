@@ -33,9 +33,9 @@ def read_json_call(reader: TextReader, writer: ChatDeltaWriter, *, any_name: boo
         is_first = False
         if key in _NAMES and name is None:
             name = yield from read_json_string(reader)
-            if name is None or not writer.accepts(name, any_name=any_name):
+            if name is None or not writer.accepts_call_name(name, any_name=any_name):
                 return False
-        elif key in _ARGUMENTS and name is not None and arguments is None and (yield from reader.peek()) == "{":
+        elif key in _ARGUMENTS and name is not None and arguments is None and (yield from reader.peek_char()) == "{":
             writer.begin(name)
             reader.take_kept()
             has_begun, arguments = True, "{}"
@@ -58,7 +58,7 @@ def read_json_call(reader: TextReader, writer: ChatDeltaWriter, *, any_name: boo
 def read_json_string(reader: TextReader) -> Read[str | None]:
     """Return the JSON string that is next, decoded; None if there is none or it is invalid."""
     start = reader.at
-    if (yield from reader.peek()) != '"':
+    if (yield from reader.peek_char()) != '"':
         return None
     yield from _skip_string(reader, '"')
     try:
@@ -80,14 +80,14 @@ def read_balanced_brackets(
         if reader.at == len(reader.text):
             if write is not None:
                 write(reader.take_kept())
-            if not (yield from reader.peek()):
+            if not (yield from reader.peek_char()):
                 return False
             continue
         char = reader.text[reader.at]
         if quote:
             if char == "\\":
                 reader.at += 1
-                yield from reader.peek()
+                yield from reader.peek_char()
                 reader.at = min(reader.at, len(reader.text) - 1)
             elif char == quote:
                 quote = ""
@@ -110,7 +110,7 @@ def read_balanced_brackets(
 def _stopped(reader: TextReader, has_begun: bool) -> bool:
     """Return whether a call has begun in an object that is invalid here; the text behind its arguments is unread."""
     if has_begun:
-        reader.restore_kept()
+        reader.unread_kept_text()
     return has_begun
 
 
@@ -131,7 +131,7 @@ def _key(reader: TextReader, *, is_first: bool) -> Read[str | None]:
 def _value(reader: TextReader) -> Read[str]:
     """Return the text of the JSON value that is next; "" if it is incomplete."""
     start = reader.at
-    char = yield from reader.peek()
+    char = yield from reader.peek_char()
     if char == '"':
         if not (yield from _skip_string(reader, '"')):
             return ""
@@ -139,7 +139,7 @@ def _value(reader: TextReader) -> Read[str]:
         if not (yield from read_balanced_brackets(reader)):
             return ""
     else:
-        while (char := (yield from reader.peek())).isalnum() or char in ("+", "-", "."):
+        while (char := (yield from reader.peek_char())).isalnum() or char in ("+", "-", "."):
             reader.at += 1
     return reader.text[start : reader.at]
 
@@ -147,11 +147,11 @@ def _value(reader: TextReader) -> Read[str]:
 def _skip_string(reader: TextReader, quote: str) -> Read[bool]:
     """Consume a string with its quotes; return False if the text ends before."""
     reader.at += 1
-    while (char := (yield from reader.peek())) != quote:
+    while (char := (yield from reader.peek_char())) != quote:
         if not char:
             return False
         reader.at += 1
-        if char == "\\" and (yield from reader.peek()):
+        if char == "\\" and (yield from reader.peek_char()):
             reader.at += 1
     reader.at += 1
     return True

@@ -54,13 +54,13 @@ class TextReader:
         self.at = 0
         return taken
 
-    def restore_kept(self) -> None:
+    def unread_kept_text(self) -> None:
         """Make the kept text unread again. If it ran out, it is dropped: it may be the rest of a call."""
         if self.is_cut_off:
             self.text = ""
         self.at = 0
 
-    def peek(self) -> Read[str]:
+    def peek_char(self) -> Read[str]:
         """Return the next character without consuming it; "" at the end of the text."""
         while self.at == len(self.text) and not self.ended:
             yield
@@ -70,10 +70,10 @@ class TextReader:
     def skip_space(self) -> Read[None]:
         """Consume whitespace, at most MAX_BLANKS characters."""
         end = self.at + MAX_BLANKS
-        while self.at < end and (yield from self.peek()).isspace():
+        while self.at < end and (yield from self.peek_char()).isspace():
             self.at += 1
 
-    def end_before_space(self, end: int) -> int:
+    def index_before_whitespace(self, end: int) -> int:
         """Return where the text before `end` ends without its whitespace, at most MAX_BLANKS characters earlier."""
         start = max(end - MAX_BLANKS, 0)
         return start + len(self.text[start:end].rstrip())
@@ -95,7 +95,7 @@ class TextReader:
     def read_name(self) -> Read[str]:
         """Consume and return the characters of a name that are next."""
         start = self.at
-        while (char := (yield from self.peek())) and ((char.isascii() and char.isalnum()) or char in "_.-"):
+        while (char := (yield from self.peek_char())) and ((char.isascii() and char.isalnum()) or char in "_.-"):
             self.at += 1
         return self.text[start : self.at]
 

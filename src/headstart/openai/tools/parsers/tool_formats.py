@@ -18,13 +18,13 @@ def read_hermes_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]
     while (yield from writer.write_content_until_opener(reader, (opening,))):
         yield from reader.skip_space()
         if not (yield from read_json_call(reader, writer)):
-            writer.write_kept_as_content(reader)
+            writer.write_or_drop_kept(reader)
             continue
         yield from reader.skip_space()
         if (yield from reader.consume_literal(closing)):
             reader.take_kept()
         else:
-            reader.restore_kept()
+            reader.unread_kept_text()
 
 
 def read_llama3_json_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
@@ -38,11 +38,11 @@ def read_mistral_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[None
     """Read text with [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] or [TOOL_CALLS]name[ARGS]{...}."""
     while (yield from writer.write_content_until_opener(reader, MISTRAL_MARKERS[:1])):
         yield from reader.skip_space()
-        char = yield from reader.peek()
+        char = yield from reader.peek_char()
         if char == "[":
             yield from _mistral_array(reader, writer)
         elif not (yield from (read_json_call(reader, writer) if char == "{" else _mistral_named(reader, writer))):
-            writer.write_kept_as_content(reader)
+            writer.write_or_drop_kept(reader)
 
 
 def read_pythonic_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
@@ -62,12 +62,12 @@ def _llama3_calls(reader: TextReader, writer: ChatDeltaWriter, *, is_tagged: boo
             is_tagged, beginnings = True, ()
             yield from reader.skip_space()
         if not (yield from read_json_call(reader, writer, any_name=is_tagged)):
-            writer.write_kept_as_content(reader, beginnings)
+            writer.write_or_drop_kept(reader, beginnings)
             return
         beginnings = ()
         yield from reader.skip_space()
-        if not (yield from reader.consume_literal(";")) and (yield from reader.peek()) != "{":
-            reader.restore_kept()
+        if not (yield from reader.consume_literal(";")) and (yield from reader.peek_char()) != "{":
+            reader.unread_kept_text()
             return
 
 
@@ -76,14 +76,14 @@ def _mistral_array(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
     while True:
         yield from reader.skip_space()
         if not (yield from read_json_call(reader, writer)):
-            writer.write_kept_as_content(reader)
+            writer.write_or_drop_kept(reader)
             return
         yield from reader.skip_space()
         if (yield from reader.consume_literal("]")):
             reader.take_kept()
             return
         if not (yield from reader.consume_literal(",")):
-            reader.restore_kept()
+            reader.unread_kept_text()
             return
 
 
@@ -94,7 +94,7 @@ def _mistral_named(reader: TextReader, writer: ChatDeltaWriter) -> Read[bool]:
         yield from reader.read_name()
     if (yield from reader.consume_literal(MISTRAL_MARKERS[2])):
         yield from reader.skip_space()
-    if not writer.accepts(name, any_name=True) or (yield from reader.peek()) != "{":
+    if not writer.accepts_call_name(name, any_name=True) or (yield from reader.peek_char()) != "{":
         return False
     writer.begin(name)
     reader.take_kept()
@@ -114,17 +114,17 @@ def _python_list(
             break
     beginnings = () if any_name else ("[%s(",)
     if not (yield from reader.consume_literal("[")):
-        writer.write_kept_as_content(reader, beginnings)
+        writer.write_or_drop_kept(reader, beginnings)
         return
     while True:
         yield from reader.skip_space()
         start = reader.at
         name = yield from reader.read_name()
-        is_call = writer.accepts(name, any_name=any_name) and (yield from reader.peek()) == "("
+        is_call = writer.accepts_call_name(name, any_name=any_name) and (yield from reader.peek_char()) == "("
         is_call = is_call and (yield from read_balanced_brackets(reader, quotes="\"'"))
         arguments = python_arguments_as_json(reader.text[start : reader.at]) if is_call else None
         if arguments is None:
-            writer.write_kept_as_content(reader, beginnings)
+            writer.write_or_drop_kept(reader, beginnings)
             return
         writer.begin(name)
         writer.write_arguments(arguments)
@@ -138,7 +138,7 @@ def _python_list(
             is_closed = yield from reader.consume_literal(PYTHONIC_MARKERS[1])
             reader.take_kept()
             if not is_closed:
-                reader.restore_kept()
+                reader.unread_kept_text()
         else:
-            reader.restore_kept()
+            reader.unread_kept_text()
         return

@@ -52,7 +52,7 @@ def read_qwen3_coder_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[
         if any_name:
             yield from reader.skip_space()
             if not (yield from reader.consume_literal(begin)):
-                writer.write_kept_as_content(reader)
+                writer.write_or_drop_kept(reader)
                 continue
         is_call = yield from _call(QWEN3_CODER_FORM, reader, writer, any_name=any_name)
         while is_call:  # in one pair of markers there may be several
@@ -61,11 +61,11 @@ def read_qwen3_coder_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[
                 reader.take_kept()
                 break
             if not (yield from reader.consume_literal(begin)):
-                reader.restore_kept()
+                reader.unread_kept_text()
                 break
             is_call = yield from _call(QWEN3_CODER_FORM, reader, writer, any_name=True)
         if not is_call:
-            writer.write_kept_as_content(reader)
+            writer.write_or_drop_kept(reader)
 
 
 def read_glm45_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
@@ -73,14 +73,14 @@ def read_glm45_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
     while (yield from writer.write_content_until_opener(reader, CALL_MARKERS[:1])):
         yield from reader.skip_space()
         if not (yield from _call(GLM45_FORM, reader, writer, any_name=True)):
-            writer.write_kept_as_content(reader)
+            writer.write_or_drop_kept(reader)
 
 
 def _call(form: XmlCallFormat, reader: TextReader, writer: ChatDeltaWriter, *, any_name: bool) -> Read[bool]:
     """Read a call from its name on; return False if this is none. After True, kept text is not part of the call."""
     name = yield from reader.read_name()
     yield from reader.skip_space()
-    if not (yield from reader.consume_literal(form.name[1])) or not writer.accepts(name, any_name=any_name):
+    if not (yield from reader.consume_literal(form.name[1])) or not writer.accepts_call_name(name, any_name=any_name):
         return False
     types: ToolArgumentTypes | None = None
     separator = "{"
@@ -98,7 +98,7 @@ def _call(form: XmlCallFormat, reader: TextReader, writer: ChatDeltaWriter, *, a
             if is_end:
                 reader.take_kept()
             else:
-                reader.restore_kept()
+                reader.unread_kept_text()
             return True
         before = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
         separator = ", "
@@ -111,7 +111,7 @@ def _key(form: XmlCallFormat, reader: TextReader) -> Read[str | None]:
     at = reader.at
     if (yield from reader.consume_literal(form.key[0])):
         start = reader.at
-        while reader.at < start + MAX_KEY and (char := (yield from reader.peek())) and char not in "<>\n":
+        while reader.at < start + MAX_KEY and (char := (yield from reader.peek_char())) and char not in "<>\n":
             reader.at += 1
         key = reader.text[start : reader.at]
         if (yield from reader.consume_literal(form.key[1])):
