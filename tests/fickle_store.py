@@ -75,8 +75,8 @@ class FickleStore:
     _late: list[_Late] = field(default_factory=list[_Late], init=False)
     _handed_out: list[BlockLoadPart] = field(default_factory=list[BlockLoadPart], init=False)
 
-    def set_block_source(self, source: BlockSource) -> None:
-        self.inner.set_block_source(source)
+    def start_writing_from(self, source: BlockSource) -> None:
+        self.inner.start_writing_from(source)
 
     def contains(self, name: BlockHash) -> bool:
         return self.inner.contains(name) or self._happens(self.troubles.boast)
@@ -165,8 +165,8 @@ class FickleStore:
     def mark_used(self, names: Sequence[BlockHash]) -> None:
         self.inner.mark_used(names)
 
-    def set_pinned(self, names: Iterable[BlockHash]) -> None:
-        self.inner.set_pinned(names)
+    def set_pinned_blocks(self, names: Iterable[BlockHash]) -> None:
+        self.inner.set_pinned_blocks(names)
 
     def discard_corrupt(self, names: Sequence[BlockHash]) -> None:
         self.inner.discard_corrupt(names)

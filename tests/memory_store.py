@@ -59,7 +59,7 @@ class MemoryStore:
     _offers: list[_Offer] = field(default_factory=list)
     _source: BlockSource | None = None
 
-    def set_block_source(self, source: BlockSource) -> None:
+    def start_writing_from(self, source: BlockSource) -> None:
         self._source = source
 
     def contains(self, name: BlockHash) -> bool:
@@ -105,7 +105,7 @@ class MemoryStore:
     def mark_used(self, names: Sequence[BlockHash]) -> None:
         self.used.append(list(names))
 
-    def set_pinned(self, names: Iterable[BlockHash]) -> None:
+    def set_pinned_blocks(self, names: Iterable[BlockHash]) -> None:
         self.kept = set(names)
 
     def discard_corrupt(self, names: Sequence[BlockHash]) -> None:

@@ -104,9 +104,9 @@ class Disk(FileSystemCalls):
         assert self.gate.wait(PATIENCE)
         self.num_hanging -= 1
 
-    def open_own_file(self, path: Path, *, to_write: bool = False) -> int:
+    def open_owned_regular_file(self, path: Path, *, to_write: bool = False) -> int:
         self._count("open")
-        return super().open_own_file(path, to_write=to_write)
+        return super().open_owned_regular_file(path, to_write=to_write)
 
     def create(self, path: Path) -> int:
         self._count("create")
@@ -156,9 +156,9 @@ class Disk(FileSystemCalls):
         self._count("space")
         return super().space(folder)
 
-    def try_lock(self, path: Path) -> int | None:
+    def try_open_locked(self, path: Path) -> int | None:
         self._count("lock")
-        return super().try_lock(path)
+        return super().try_open_locked(path)
 
 
 WRITING = ("create", "pwritev", "rename", "unlink", "space", "lock", "is_linked")

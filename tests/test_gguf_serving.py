@@ -9,7 +9,7 @@ from model.tiny_gguf import write_gguf
 
 from headstart import LLM
 from headstart.bundled.packaged_models import PACKAGED_MODELS, SMOLLM2
-from headstart.cli.replicas import router_with_model_tokenizer
+from headstart.cli.replicas import router_options_with_tokenizer
 from headstart.config.options import EngineOptions, RouterOptions
 from headstart.core.errors import ConfigError
 from headstart.core.request import NO_DEFAULTS
@@ -41,7 +41,7 @@ def test_greedy_tokens_and_chats_equal_transformers(path: Path) -> None:
 
 def test_the_router_takes_the_tokenizer_of_the_file(path: Path) -> None:
     write_gguf(path)
-    router = router_with_model_tokenizer(RouterOptions(), EngineOptions(model=str(path)))
+    router = router_options_with_tokenizer(RouterOptions(), EngineOptions(model=str(path)))
     assert router.tokenizer == str(path)
     assert (
         load_named_tokenizer(router.tokenizer).decode([300, 301])

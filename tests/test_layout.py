@@ -35,19 +35,19 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "core": Budget(("core",), 7_471, 6_000),
-    "model": Budget(("model",), 13_139, 8_000),
+    "core": Budget(("core",), 7_473, 6_000),
+    "model": Budget(("model",), 13_141, 8_000),
     "reuse": Budget(("reuse",), 2_325, 2_000),
-    "router": Budget(("router",), 4_397, 4_100),
-    "gateway": Budget(("gateway",), 11_232, 9_200),
-    "APIs and text": Budget(("openai", "anthropic", "ollama", "apis", "server/apis"), 14_699, 10_100),
-    "HTTP, server, engine": Budget(("http", "server", "engine"), 8_805, 7_500),
+    "router": Budget(("router",), 4_400, 4_100),
+    "gateway": Budget(("gateway",), 11_241, 9_200),
+    "APIs and text": Budget(("openai", "anthropic", "ollama", "apis", "server/apis"), 14_697, 10_100),
+    "HTTP, server, engine": Budget(("http", "server", "engine"), 8_809, 7_500),
     "live page": Budget(("page",), 260, 300),
     "store": Budget(("store",), 3_757, 2_300),
     "sim": Budget(("sim",), 2_806, 2_900),
-    "all": Budget(("",), 78_237, 58_900),
+    "all": Budget(("",), 78_259, 58_900),
 }
-REST = Budget(("",), 9_353, 6_800)  # what no other budget but that of all includes
+REST = Budget(("",), 9_357, 6_800)  # what no other budget but that of all includes
 MAX_SLACK = 500  # lines below a budget at which it is to be lowered
 
 

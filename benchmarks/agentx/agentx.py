@@ -32,7 +32,7 @@ from transformers import AutoTokenizer
 
 from headstart.common_prefix import common_prefix_length
 from headstart.measurement.machine import describe_machine, describe_versions
-from headstart.workload.belady import belady_hits_per_request
+from headstart.workload.belady import belady_hit_blocks_per_request
 
 REPOSITORY, REVISION = "agentx/model", "0" * 40  # of the tokenizer, in a hub cache that AIPerf reads offline
 SEED, LIMIT = 7, 600  # seconds of one run of AIPerf, its start included
@@ -142,7 +142,7 @@ def summary(records: list[Json], tokenizer: Any, size: int, pool: int) -> Json:
     rows = [figures(record) for record in records]
     good = [row for row in rows if not row["failed"]]
     paths = [blocks(tokens, size, ids) for tokens in prompts]
-    best = size * sum(belady_hits_per_request(paths, pool // size)) if pool else None
+    best = size * sum(belady_hit_blocks_per_request(paths, pool // size)) if pool else None
     cached = sum(row["cached"] for row in good)
     whole = size * sum(map(len, paths)) - size * len(ids)
     ttft = sorted(row["ttft"] for row in good)

@@ -29,7 +29,7 @@ from agentx import Json, blocks, prepare, reset
 from headstart.bench.endpoint_runner import EndpointRunner
 from headstart.bench.streamed_request import EndpointTarget
 from headstart.measurement.machine import describe_machine, describe_versions
-from headstart.workload.belady import belady_hits_per_request, infinite_cache_hits
+from headstart.workload.belady import belady_hit_blocks_per_request, infinite_cache_hits
 from headstart.workload.jobs import Job
 from headstart.workload.recorded.trace_files import TraceOptions
 from headstart.workload.request_record import RequestRecord
@@ -59,8 +59,8 @@ def summary(jobs: Sequence[Job], records: Sequence[RequestRecord], size: int, po
     paths, in_turn = paths_of(sent, size), paths_of(served, size)
     cached, tokens = sum(record.cached_tokens for record in good), sum(map(len, sent))
     found: Json = {"possible": size * sum(infinite_cache_hits(paths))}
-    found |= {"belady_as_sent": size * sum(belady_hits_per_request(paths, pool // size))}
-    found |= {"belady_as_served": size * sum(belady_hits_per_request(in_turn, pool // size))}
+    found |= {"belady_as_sent": size * sum(belady_hit_blocks_per_request(paths, pool // size))}
+    found |= {"belady_as_served": size * sum(belady_hit_blocks_per_request(in_turn, pool // size))}
     ttft = sorted(record.ttft for record in good if record.ttft is not None)
     return {
         "requests": len(records),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headstart.model.kernels.library import KernelLibrary, load_kernels, runnable_variants
 from headstart.model.kernels.packed import BLOCKS
-from headstart.model.layers.linear import Linear, WeightForm
+from headstart.model.layers.linear import FusedLinear, WeightForm
 from headstart.model.layers.quantise import quantise_weight
 from headstart.model.weights.gguf.block_formats import FORMATS, PackedTensor, row_bytes
 
@@ -114,7 +114,7 @@ def exact_rows(machine: Machine, quantization: str = "none") -> dict[str, Any]:
     for outputs, inputs, gated in ((96, 768, False), (64, 2048, True), (70, 200, False), (40, 6144, False)):
         torch.manual_seed(outputs)
         weight, x = torch.randn(outputs, inputs).bfloat16() / inputs**0.5, torch.randn(most, inputs).bfloat16()
-        linears = {name: Linear(weight.clone(), gated=gated, form=form) for name, form in forms.items()}
+        linears = {name: FusedLinear(weight.clone(), gated=gated, form=form) for name, form in forms.items()}
         linear, alone = linears[machine.variant], torch.empty(0)
         for threads in machine.threads:
             torch.set_num_threads(threads)
@@ -145,7 +145,7 @@ def exact_blocks(machine: Machine) -> dict[str, Any]:
             data.reshape(96, -1, form.block_bytes)[:, :, at : at + 2] = halves.view(np.uint8)
         weight = PackedTensor("weight", kind, (96, x.shape[1]), data)
         own, *others = (
-            Linear(weight, form=WeightForm(machine.kernels(name), activation_bits=bits))
+            FusedLinear(weight, form=WeightForm(machine.kernels(name), activation_bits=bits))
             for name in (machine.variant, TWIN, OTHER)
         )
         unlike = [0, 0]
@@ -211,8 +211,8 @@ class Copies:
     """Copies of one weight, multiplied one after the other."""
 
     def __init__(self, weight: Tensor | PackedTensor, form: WeightForm, *, gated: bool) -> None:
-        def packed() -> Linear:
-            return Linear(weight.clone() if isinstance(weight, Tensor) else weight, gated=gated, form=form)
+        def packed() -> FusedLinear:
+            return FusedLinear(weight.clone() if isinstance(weight, Tensor) else weight, gated=gated, form=form)
 
         first = packed()
         count = max(2, COPIES_BYTES // first.weight_bytes)

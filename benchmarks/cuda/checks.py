@@ -17,7 +17,7 @@ from headstart.model.cuda.cuda_runner import CudaRunner
 from headstart.model.cuda.step_graphs import GraphKey
 from headstart.model.cuda.triton_layers import batch_invariant_matmul
 from headstart.model.model_runner import ModelRunner
-from headstart.workload.synthetic import random_tokens, rotated_prompts
+from headstart.workload.synthetic import random_tokens, token_rotations
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 Record = Callable[..., None]
@@ -83,7 +83,7 @@ def exact_products(record: Record) -> None:
 def exact_runs(shape: str, record: Record, count: int = 48, length: int = 600) -> None:
     """Compare tokens and log-probabilities by bits: cold, warm, restored from copies, alone, in short chunks."""
     loaded = random_model(shape, torch.bfloat16, GPU, std=0.05, drawn_on=GPU)
-    prompts = rotated_prompts(random_tokens(length, loaded.vocab_size, Random(3)), count)
+    prompts = token_rotations(random_tokens(length, loaded.vocab_size, Random(3)), count)
     sampling = SamplingParams(max_tokens=6, temperature=0.0, logprobs=3)
 
     def run(runner: CudaRunner, budget: int, concurrency: int = 0, reset: bool = True) -> list[Any]:

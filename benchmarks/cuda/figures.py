@@ -15,7 +15,7 @@ from headstart.core.engine import Engine
 from headstart.core.request import SamplingParams
 from headstart.measurement.inprocess import RunResult, requests_from_prompts, run_requests
 from headstart.model.cuda.cuda_runner import CudaRunner
-from headstart.workload.synthetic import random_tokens, rotated_prompts
+from headstart.workload.synthetic import random_tokens, token_rotations
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Figures:
 
     def rotations(self, *, cold: int = 2, warm: int = 5, count: int = 48, length: int = 1025) -> None:
         """vLLM #3402: the same tokens, each prompt rotated by one more."""
-        prompts = rotated_prompts(self.tokens(length), count)
+        prompts = token_rotations(self.tokens(length), count)
         colds, warms = [], []
         for _ in range(cold):
             self.engine.reset_prefix_cache()
@@ -78,7 +78,7 @@ class Figures:
 
     def host(self, count: int = 48, length: int = 1025, repeats: int = 4) -> None:
         """Record what the host does in warm rotations and for a first token: seconds inside each part, calls nested."""
-        prompts = rotated_prompts(self.tokens(length), count)
+        prompts = token_rotations(self.tokens(length), count)
         prefix = self.tokens(900)
         for cached in (prompts, [prefix + self.tokens(1)]):
             self.run(cached, 1)

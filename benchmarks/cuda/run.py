@@ -44,7 +44,7 @@ from headstart.model.cuda.triton_attention import (
 from headstart.model.cuda.triton_rotary import rotate_and_append_kv
 from headstart.model.kernels.block_hashes import load_compiled_hash_chain
 from headstart.model.layers.decoder import Decoder
-from headstart.workload.synthetic import rotated_prompts
+from headstart.workload.synthetic import token_rotations
 
 GPU = torch.device("cuda")
 ROW_TILES = ((4, 1024, 4), (4, 2048, 4), (2, 1024, 4), (8, 512, 4), (2, 2048, 8), (1, 4096, 4), (8, 1024, 8))
@@ -198,7 +198,7 @@ def kernels(log: Log, runner: CudaRunner, figures: Figures) -> None:
         "1 stream": ([prefix + figures.tokens(16)], 12),
         "32 streams": ([prefix + figures.tokens(16) for _ in range(32)], 12),
         "a prompt of 4,096": ([figures.tokens(4096)], 1),
-        "8 rotations cold": (rotated_prompts(figures.tokens(1025), 8), 1),
+        "8 rotations cold": (token_rotations(figures.tokens(1025), 8), 1),
         "104 of 1,000": ([prefix[:896] + figures.tokens(104)], 1),
     }
     for name, (prompts, count) in cases.items():

@@ -24,7 +24,7 @@ from random import Random
 from typing import Any
 
 from headstart.measurement.machine import print_figures_with_machine
-from headstart.workload.belady import belady_hits_per_request, infinite_cache_hits
+from headstart.workload.belady import belady_hit_blocks_per_request, infinite_cache_hits
 from headstart.workload.block_paths import BlockPaths, overlap_sessions
 from headstart.workload.recorded.trace_files import TraceOptions
 from headstart.workload.traces import Trace
@@ -211,7 +211,7 @@ def cell(trace: Trace, at_once: int, pool_percent: int) -> dict[str, Any]:
     ]
     found: dict[str, int] = {policy: sum(replay(prompts, policy, num_blocks)) for policy in POLICIES}
     found["pauses"] = sum(replay_pauses(timed, num_blocks))
-    found["belady"] = sum(belady_hits_per_request(paths, num_blocks))
+    found["belady"] = sum(belady_hit_blocks_per_request(paths, num_blocks))
     found["infinite"] = sum(infinite_cache_hits(paths))
     assert all(value <= found["belady"] for name, value in found.items() if name != "infinite"), found
     shares = {name: round(value / total, 4) for name, value in found.items()}

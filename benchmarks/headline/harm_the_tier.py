@@ -30,11 +30,11 @@ from headstart.cli import build_engine as cli_engine
 from headstart.cli import main as cli
 from headstart.config.options import EngineOptions
 from headstart.core.engine import Engine, EngineInfo
-from headstart.store.disk import TierStore
+from headstart.store.disk import SingleTierStore
 from headstart_lab.router.failover_processes import Served, quiet_ports
 
 CALLS = ("contains", "should_write", "expected_load_seconds", "begin_load", "cancel_load", "poll_loads")
-CALLS += ("release_loaded", "offer_block", "mark_used", "set_pinned", "discard_corrupt", "stats")
+CALLS += ("release_loaded", "offer_block", "mark_used", "set_pinned_blocks", "discard_corrupt", "stats")
 CALLS_FILE = "STORE_CALLS_FILE"  # an environment variable
 LONG_CALL = 0.002  # seconds
 PAUSE = 6.0  # seconds after a change of the way, so that a store in a pause may try again
@@ -135,7 +135,7 @@ def build_engine(options: EngineOptions) -> tuple[Engine, EngineInfo]:
         return run
 
     for name in CALLS:
-        setattr(TierStore, name, timed(name, getattr(TierStore, name)))
+        setattr(SingleTierStore, name, timed(name, getattr(SingleTierStore, name)))
     return _build(options)
 
 

@@ -43,7 +43,7 @@ from headstart.store import catalog
 from headstart.store.catalog import SegmentCatalog
 from headstart.store.files import FileSystemCalls
 from headstart.store.format import SegmentHeader, StoredBlockFormat
-from headstart.workload.belady import belady_hits_per_request, infinite_cache_hits
+from headstart.workload.belady import belady_hit_blocks_per_request, infinite_cache_hits
 from headstart.workload.block_paths import overlap_sessions, trace_block_paths
 from headstart.workload.recorded.trace_files import read_trace_path
 from headstart.workload.recorded.trace_units import TraceUnits
@@ -479,7 +479,7 @@ def measure(
     least = total - sum(infinite_cache_hits(chains.paths))
     found: dict[str, object] = {"trace": chains.name, "requests": len(chains.paths), "distinct": chains.num_distinct}
     found |= {"pool": pool, "tier": tier, "blocks": total, "least": least}
-    bound = total - sum(belady_hits_per_request(chains.paths, pool + tier))
+    bound = total - sum(belady_hit_blocks_per_request(chains.paths, pool + tier))
     found["bound"] = {"hits": 1 - bound / total, "redundancy": bound / least}
     for policy in policies:
         began = time.process_time()

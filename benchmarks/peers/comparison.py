@@ -184,7 +184,7 @@ class Comparison:
             figures=outcome.figures,
             redundancy=outcome.redundancy,
             elapsed=time.monotonic() - start,
-            other_cores=meter.measure_other_cores(used),
+            other_cores=meter.cores_used_by_others(used),
             problems=outcome.problems,
         )
 

@@ -32,7 +32,7 @@ from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
 from headstart.gateway.kv_events.kv_event_decoding import domain_of_cache_salt
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.measurement.machine import describe_machine, describe_versions
-from headstart.router.index.kv_event_index import KVEventIndex
+from headstart.router.index.kv_event_index import ReplicaKVEventIndex
 from headstart.router.routing_request import RoutingPrompt, router_root
 
 MODEL = "intent"
@@ -87,7 +87,7 @@ class Trial:
         def root(adapter: str | None, domain: bytes) -> Any:
             return router_root(MODEL, adapter=adapter, domain=domain)
 
-        return KVEventConsumer(self.address, KVEventIndex(BLOCK, root), kind="vllm")
+        return KVEventConsumer(self.address, ReplicaKVEventIndex(BLOCK, root), kind="vllm")
 
     def tokens(self, count: int) -> list[int]:
         return [self.rng.choice(VOCABULARY) for _ in range(count)]

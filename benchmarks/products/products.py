@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from headstart.model.kernels.library import cpu_flags, cpu_model, kernel_library_in_use
-from headstart.model.layers.linear import Linear, WeightForm
+from headstart.model.layers.linear import FusedLinear, WeightForm
 from headstart.model.setup.sizing import apply_threads
 from headstart.model.weights.shapes import SHAPES
 
@@ -34,8 +34,8 @@ def main() -> None:
         for name, (outputs, inputs) in sizes.items():
             weight = torch.randn(outputs, inputs).to(dtype) * 0.02
             forms = {
-                "kernels": Linear(weight.clone(), form=WeightForm(found, dtype=dtype)),
-                "torch": Linear(weight.clone(), form=WeightForm(None, dtype=dtype)),
+                "kernels": FusedLinear(weight.clone(), form=WeightForm(found, dtype=dtype)),
+                "torch": FusedLinear(weight.clone(), form=WeightForm(None, dtype=dtype)),
             }
             for count in ROWS:
                 rows.append(measured(forms, name, torch.randn(count, inputs).to(dtype), options.rounds))
@@ -47,7 +47,7 @@ def main() -> None:
     print(json.dumps({"cpu": cpu_model(), "amx": amx, "variant": found.variant, "shape": options.shape, "rows": rows}))
 
 
-def measured(forms: dict[str, Linear], name: str, x: torch.Tensor, rounds: int) -> dict[str, object]:
+def measured(forms: dict[str, FusedLinear], name: str, x: torch.Tensor, rounds: int) -> dict[str, object]:
     """Return the least seconds of each form, taken by turns, and how many rows of torch differ from rows alone."""
     least = {form: min(times) for form, times in turns({form: lambda f=f: f(x) for form, f in forms.items()}, rounds)}
     together = {form: linear(x) for form, linear in forms.items()}

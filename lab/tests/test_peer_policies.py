@@ -4,7 +4,7 @@ from router.fleets import ask, endpoint
 
 from headstart.router.endpoint import ReplicaReport
 from headstart.router.policies.policy import Policy
-from headstart.router.policies.simple import LeastTokensPolicy
+from headstart.router.policies.simple import LeastUncachedTokensPolicy
 from headstart.router.router import Router
 from headstart.router.routing_decision import RoutedInFlight
 from headstart.router.routing_request import RoutingRequest
@@ -35,7 +35,7 @@ def scores(router: Router, request: RoutingRequest) -> dict[str, float]:
 
 
 def test_work_counts_uncached_tokens_without_a_first_token_and_those_of_the_request() -> None:
-    router = fleet(LeastTokensPolicy())
+    router = fleet(LeastUncachedTokensPolicy())
     serve(router, ask(1, 2), "r1")  # 8 tokens cached
     send(router, ask(7), "r0")  # 5 tokens to compute
     send(router, ask(8, 9), "r2", answered=True)

@@ -59,7 +59,7 @@ def run_verb(monkeypatch: pytest.MonkeyPatch, setup: EngineSetup, *arguments: st
     def on_setup(bench: Bench, *rest: object) -> None:
         cli_run.run_and_exit(lambda bar: bench(setup, bar), None)
 
-    monkeypatch.setattr(cli_run, "run_bench_with_model", on_setup)
+    monkeypatch.setattr(cli_run, "run_model_bench_and_exit", on_setup)
     result = CliRunner().invoke(app, list(arguments))
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, json.loads(result.stdout.splitlines()[-1])

@@ -81,7 +81,7 @@ def test_a_job_comes_a_pause_after_those_it_waits_for() -> None:
 def test_redundancy_is_counted_from_what_was_sent_and_what_was_reported() -> None:
     with connected(Stub()) as runner:
         found = measure_scenario(
-            runner, scenarios.rotated_prompts_scenario(runner.vocab_size, Random(1), count=4, length=33, passes=1)
+            runner, scenarios.token_rotations_scenario(runner.vocab_size, Random(1), count=4, length=33, passes=1)
         )
     assert found.problems == [] and not found.was_reset
     # a token that two rotations begin with is shared, but no server shares less than a block

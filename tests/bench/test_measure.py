@@ -57,7 +57,8 @@ def test_the_engine_samples_as_the_jobs_ask(runner: EngineRunner, monkeypatch: p
     monkeypatch.setattr(runner.engine, "add_request", lambda request: asked.append(request) or add(request))
     chosen = TokenSampling(temperature=0.7, top_p=0.9, top_k=5)
     measure_scenario(
-        runner, scenarios.decode_scenario(64, Random(1), is_shared=True, streams=2, shape=SHAPE, sampling=chosen)
+        runner,
+        scenarios.concurrent_decode_scenario(64, Random(1), is_shared=True, streams=2, shape=SHAPE, sampling=chosen),
     )
     found = [(one.sampling.temperature, one.sampling.top_p, one.sampling.top_k) for one in asked]
     assert found == [(0.0, 1.0, 0), (0.7, 0.9, 5), (0.7, 0.9, 5)]  # the first prepares the cache

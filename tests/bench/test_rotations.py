@@ -2,12 +2,12 @@ from collections.abc import Callable
 
 import pytest
 
-from headstart.bench.rotations import RotatedPromptsConfig, run_rotations
+from headstart.bench.rotations import TokenRotationsConfig, run_rotations
 from headstart.measurement.runner import EngineSetup
 from headstart_lab.runners.null_executor import NullExecutor
 
 MakeSetup = Callable[..., EngineSetup]
-QUICK = RotatedPromptsConfig(runs=1, warm_passes=1, decode_rounds=1, decode_steps=2)
+QUICK = TokenRotationsConfig(runs=1, warm_passes=1, decode_rounds=1, decode_steps=2)
 KEYS = {
     *("cold_s", "warm_s", "ratio", "warm_steps", "warm_tokens_computed"),
     *("unaware_warm_s", "unaware_warm_steps", "one_token_over_decode"),

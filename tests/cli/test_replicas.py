@@ -15,12 +15,12 @@ from server.harness import spawn, wait_for
 
 from headstart.cli.replica_process import options_with_cpu_memory_limit
 from headstart.cli.replicas import (
-    engine_options_per_replica,
+    engine_options_of_one_replica,
     gpu_environment,
     replica_server_options,
     resources_text,
+    router_options_with_tokenizer,
     router_uses_kv_events,
-    router_with_model_tokenizer,
     with_kv_events,
 )
 from headstart.config.options import EngineOptions, PrefixEntry, RouterOptions, ServerOptions, TenantEntry
@@ -33,7 +33,7 @@ GIB = 2**30
 
 
 def share(replicas: int, cores: int, **engine: Any) -> EngineOptions:
-    return engine_options_per_replica(EngineOptions(**engine), replicas, cores=cores, available=12 * GIB)
+    return engine_options_of_one_replica(EngineOptions(**engine), replicas, cores=cores, available=12 * GIB)
 
 
 @pytest.mark.parametrize(("cores", "replicas", "threads"), [(8, 2, 4), (8, 3, 2), (2, 2, 1), (2, 5, 1)])
@@ -50,7 +50,7 @@ def test_memory_is_divided_and_an_explicit_limit_is_that_of_all() -> None:
 
 def test_every_replica_has_a_gpu_and_no_part_of_the_machines_memory() -> None:
     for device in ("auto", "cuda", "cuda:1"):
-        got = engine_options_per_replica(
+        got = engine_options_of_one_replica(
             EngineOptions(device=device), 2, cores=8, available=12 * GIB, gpus=("3", "GPU-x")
         )
         assert (got.device, got.memory_limit, got.threads) == ("cuda", None, 4)  # it sees one GPU, the first
@@ -59,8 +59,8 @@ def test_every_replica_has_a_gpu_and_no_part_of_the_machines_memory() -> None:
     ]
     assert gpu_environment((), 1) == {}
     with pytest.raises(ConfigError, match="--replicas 3: "):
-        engine_options_per_replica(EngineOptions(), 3, cores=8, gpus=("0", "1"))
-    got = engine_options_per_replica(EngineOptions(gpu_memory_utilization=0.3), 3, cores=8, gpus=("0",))
+        engine_options_of_one_replica(EngineOptions(), 3, cores=8, gpus=("0", "1"))
+    got = engine_options_of_one_replica(EngineOptions(gpu_memory_utilization=0.3), 3, cores=8, gpus=("0",))
     assert got.gpu_memory_utilization == 0.3  # each one's, as in vLLM
 
 
@@ -79,7 +79,7 @@ def test_an_explicit_pool_is_that_of_all_and_blocks_are_each_ones() -> None:
 
 @given(st.integers(1, 64), st.integers(1, 256), st.integers(1, 2**40))
 def test_nothing_is_given_twice(replicas: int, cores: int, available: int) -> None:
-    got = engine_options_per_replica(
+    got = engine_options_of_one_replica(
         EngineOptions(kv_cache_memory=str(available)), replicas, cores=cores, available=available
     )
     assert got.memory_limit is not None and got.kv_cache_memory is not None
@@ -90,7 +90,7 @@ def test_nothing_is_given_twice(replicas: int, cores: int, available: int) -> No
 
 def test_everything_else_is_the_same_for_all() -> None:
     engine = EngineOptions(model="m", kv_store="/store", block_size=32, seed=7)
-    got = engine_options_per_replica(engine, 2, cores=2, available=GIB)
+    got = engine_options_of_one_replica(engine, 2, cores=2, available=GIB)
     assert (got.model, got.kv_store, got.block_size, got.seed) == ("m", "/store", 32, 7)
     server = ServerOptions(
         host="0.0.0.0",
@@ -186,10 +186,10 @@ def test_the_router_hears_its_replicas_unless_tenants_have_keys() -> None:
 
 def test_the_router_counts_in_the_models_own_tokens(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert router_with_model_tokenizer(RouterOptions(), EngineOptions(model=str(tmp_path))).tokenizer == str(tmp_path)
-    assert router_with_model_tokenizer(RouterOptions(), EngineOptions(model="Qwen/Qwen3-0.6B")).tokenizer == "auto"
-    assert router_with_model_tokenizer(RouterOptions(), EngineOptions()).tokenizer == "auto"
+    assert router_options_with_tokenizer(RouterOptions(), EngineOptions(model=str(tmp_path))).tokenizer == str(tmp_path)
+    assert router_options_with_tokenizer(RouterOptions(), EngineOptions(model="Qwen/Qwen3-0.6B")).tokenizer == "auto"
+    assert router_options_with_tokenizer(RouterOptions(), EngineOptions()).tokenizer == "auto"
     assert (
-        router_with_model_tokenizer(RouterOptions(tokenizer="none"), EngineOptions(model=str(tmp_path))).tokenizer
+        router_options_with_tokenizer(RouterOptions(tokenizer="none"), EngineOptions(model=str(tmp_path))).tokenizer
         == "none"
     )

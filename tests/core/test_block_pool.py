@@ -97,9 +97,9 @@ def test_distrusted_blocks_are_not_found_and_are_zeroed_before_the_next_use() ->
     pool.discard_corrupt([*used, *idle])
     pool.release(used)
     pool.check_invariants()
-    assert lookup(pool, names, range(8)) == [] and pool.drain_blocks_to_zero() == []
+    assert lookup(pool, names, range(8)) == [] and pool.take_unzeroed_blocks() == []
     assert sorted(pool.allocate(3)) == [1, 2, 3]
-    assert sorted(pool.drain_blocks_to_zero()) == sorted([*used, *idle]) and pool.drain_blocks_to_zero() == []
+    assert sorted(pool.take_unzeroed_blocks()) == sorted([*used, *idle]) and pool.take_unzeroed_blocks() == []
 
 
 def test_clear_forgets_names_but_not_owners() -> None:

@@ -59,11 +59,11 @@ def test_it_knows_what_its_slow_twin_knows_whatever_is_forgotten(
     longest = max((len(path) for path, _ in paths), default=0)
     for path, is_learned in paths:
         asked = chain(*path)
-        assert fast.num_cached_blocks(asked) == slow.num_known(asked)
+        assert fast.num_cached_prefix_blocks(asked) == slow.num_known(asked)
         if is_learned:
             fast.record_use(asked)
             slow.learn(asked)
-            assert fast.num_cached_blocks(asked) == len(asked)
+            assert fast.num_cached_prefix_blocks(asked) == len(asked)
         assert len(fast) <= max_hashes + 2 * longest
 
 
@@ -81,16 +81,16 @@ def test_what_was_used_before_fewer_names_than_half_of_the_bound_is_known(
             used = set(chain(*earlier))
             since |= used
             known = max(known, sum(name in used for name in asked))
-        assert known <= fast.num_cached_blocks(asked) <= len(asked)
+        assert known <= fast.num_cached_prefix_blocks(asked) <= len(asked)
         fast.record_use(asked)
 
 
 def test_it_knows_the_leading_names_that_were_there_before() -> None:
     cache = IdealCache(100)
-    assert cache.num_cached_blocks(names(1, 2, 3)) == 0
+    assert cache.num_cached_prefix_blocks(names(1, 2, 3)) == 0
     cache.record_use(names(1, 2, 3))
-    assert cache.num_cached_blocks(names(1, 2, 3, 4)) == 3 and cache.num_cached_blocks(names(1, 2)) == 2
-    assert cache.num_cached_blocks(names(5, 6)) == 0 and cache.num_cached_blocks([]) == 0
+    assert cache.num_cached_prefix_blocks(names(1, 2, 3, 4)) == 3 and cache.num_cached_prefix_blocks(names(1, 2)) == 2
+    assert cache.num_cached_prefix_blocks(names(5, 6)) == 0 and cache.num_cached_prefix_blocks([]) == 0
 
 
 def test_a_chain_that_is_forgotten_is_forgotten_from_its_tail() -> None:
@@ -101,12 +101,12 @@ def test_a_chain_that_is_forgotten_is_forgotten_from_its_tail() -> None:
     cache.record_use(names(1, 2, 3, 4))  # used in this generation: no new name
     cache.record_use(names(21, 22))
     cache.record_use(names(1, 2, 3, 4))  # used in the next generation too
-    assert cache.num_cached_blocks(names(1, 2, 3, 4, 5, 6)) == 6
+    assert cache.num_cached_prefix_blocks(names(1, 2, 3, 4, 5, 6)) == 6
     cache.record_use(names(*range(31, 35)))
-    assert cache.num_cached_blocks(names(1, 2, 3, 4, 5, 6)) == 6
+    assert cache.num_cached_prefix_blocks(names(1, 2, 3, 4, 5, 6)) == 6
     cache.record_use(names(41))  # the first generation is forgotten
-    assert cache.num_cached_blocks(names(1, 2, 3, 4, 5, 6)) == 4
-    assert cache.num_cached_blocks(names(11, 12)) == 0
+    assert cache.num_cached_prefix_blocks(names(1, 2, 3, 4, 5, 6)) == 4
+    assert cache.num_cached_prefix_blocks(names(11, 12)) == 0
 
 
 def test_it_remembers_several_pools_of_names_and_no_more() -> None:
@@ -114,7 +114,7 @@ def test_it_remembers_several_pools_of_names_and_no_more() -> None:
     cache = IdealCache(max_remembered_hashes(10))
     for number in range(3 * MIN_HASHES):
         cache.record_use(names(number))
-        assert cache.num_cached_blocks(names(max(number - MIN_HASHES // 2 + 1, 0))) == 1
+        assert cache.num_cached_prefix_blocks(names(max(number - MIN_HASHES // 2 + 1, 0))) == 1
     assert len(cache) <= MIN_HASHES
 
 

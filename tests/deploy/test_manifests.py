@@ -175,7 +175,7 @@ def test_the_role_allows_what_discovery_asks_for_and_nothing_else(tmp_path: Path
         async with stub_api_server(tmp_path, namespace="headstart") as (stub, kubeconfig):
             await stub.put(stub.path(POOLS), "headstart", ALL["InferencePool", "headstart"])
             discovery = KubernetesDiscovery(parse_target(target), kubeconfig=kubeconfig, log=ServerLog(StringIO()))
-            task = asyncio.create_task(discovery.report_changes(lambda _: None))
+            task = asyncio.create_task(discovery.watch_replicas(lambda _: None))
             await until(lambda: stub.num_watches == (2 if target.startswith("inference") else 1))
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

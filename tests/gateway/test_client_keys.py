@@ -10,7 +10,7 @@ from gateway.test_kv_event_subscriptions import publishing, stored
 from server.harness import until
 
 from headstart.router.index.approximate_index import ApproximateIndex
-from headstart.router.index.kv_event_index import KVEventIndex
+from headstart.router.index.kv_event_index import ReplicaKVEventIndex
 
 PROMPT = [1] * 64  # four blocks
 
@@ -143,7 +143,7 @@ def test_a_valid_key_finds_what_such_an_engine_publishes_and_a_wrong_one_does_no
                 assert await predicted(router, "a") == 0
                 index = router.state.router.endpoints[replica.url].index
                 publisher.publish([stored(4)])
-                await until(lambda: isinstance(index, KVEventIndex) and len(index) == 4)
+                await until(lambda: isinstance(index, ReplicaKVEventIndex) and len(index) == 4)
                 assert await predicted(router, "a") == 63 and await predicted(router, "wrong") is None
 
     run(go())

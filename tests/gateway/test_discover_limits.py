@@ -56,7 +56,7 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path, k
         path = Path("/dev/zero")
 
     async def go() -> None:
-        await FileDiscovery(path).report_changes(lambda _: None)
+        await FileDiscovery(path).watch_replicas(lambda _: None)
 
     with pytest.raises(ConfigError, match=r"it is no regular file|Is a directory"):
         asyncio.run(asyncio.wait_for(go(), 60))
@@ -105,7 +105,7 @@ def test_a_name_with_too_many_addresses_gives_so_many_and_keeps_those_known(caps
     async def go() -> None:
         discovery = DnsDiscovery("many", 80, log=ServerLog(), ask_seconds=0.0, resolve=resolve)
         task = asyncio.create_task(
-            discovery.report_changes(lambda found: lists.append([address.url for address in found]))
+            discovery.watch_replicas(lambda found: lists.append([address.url for address in found]))
         )
         await until(lambda: len(lists) == 2 and len(answers) == 1)
         await asyncio.sleep(0.05)

@@ -33,7 +33,7 @@ def watch(answers: list[Any], *, port: int = 8000) -> tuple[list[list[str]], str
 
     async def run() -> None:
         discovery = DnsDiscovery("replicas", port, log=ServerLog(told), ask_seconds=0.0, resolve=resolve)
-        task = asyncio.create_task(discovery.report_changes(changed))
+        task = asyncio.create_task(discovery.watch_replicas(changed))
         await until(lambda: not left)
         for _ in range(3):  # the last answer is taken
             await asyncio.sleep(0)
@@ -71,7 +71,7 @@ def test_the_system_resolves_addresses_and_refuses_what_is_no_name() -> None:
 
     async def run(name: str) -> None:
         discovery = DnsDiscovery(name, 8000, log=ServerLog(StringIO()))
-        task = asyncio.create_task(discovery.report_changes(lambda found: lists.append([one.url for one in found])))
+        task = asyncio.create_task(discovery.watch_replicas(lambda found: lists.append([one.url for one in found])))
         await until(lambda: lists)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

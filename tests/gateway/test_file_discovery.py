@@ -37,7 +37,7 @@ class Watched:
 async def watching(path: Path) -> AsyncIterator[Watched]:
     watched = Watched()
     discovery = FileDiscovery(path, log=ServerLog(watched.told), poll_seconds=0.01)
-    task = asyncio.create_task(discovery.report_changes(watched.changed))
+    task = asyncio.create_task(discovery.watch_replicas(watched.changed))
     try:
         await until(lambda: watched.lists or task.done())
         yield watched
@@ -99,7 +99,7 @@ def test_both_forms_say_the_same(tmp_path_factory: pytest.TempPathFactory, hosts
 
 def test_a_file_that_cannot_be_read_at_first_is_a_mistake(tmp_path: Path) -> None:
     async def run(path: Path) -> None:
-        await FileDiscovery(path).report_changes(lambda _: None)
+        await FileDiscovery(path).watch_replicas(lambda _: None)
 
     with pytest.raises(ConfigError, match=r"cannot read .*nope: No such file"):
         asyncio.run(run(tmp_path / "nope"))

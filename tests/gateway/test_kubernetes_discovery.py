@@ -70,7 +70,7 @@ async def watching(
         first_backoff=0.01,
         watch_seconds=(seconds, seconds),
     )
-    task = asyncio.create_task(discovery.report_changes(watched.changed))
+    task = asyncio.create_task(discovery.watch_replicas(watched.changed))
     try:
         yield watched
     finally:
@@ -358,7 +358,7 @@ def test_without_a_cluster_or_the_extra_it_is_a_mistake_of_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def go() -> None:
-        await KubernetesDiscovery(parse_target("service/s"), kubeconfig=tmp_path / "none").report_changes(
+        await KubernetesDiscovery(parse_target("service/s"), kubeconfig=tmp_path / "none").watch_replicas(
             lambda _: None
         )
 

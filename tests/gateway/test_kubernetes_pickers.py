@@ -30,7 +30,7 @@ async def picker(kubeconfig: Path) -> AsyncIterator[Front]:
     async with front() as router:
         target, log = parse_target("service/llama"), ServerLog(StringIO())
         discovery = KubernetesDiscovery(target, kubeconfig=kubeconfig, log=log, allow_loopback=True)
-        watching = asyncio.create_task(discovery.report_changes(router.state.members.on_replicas_changed))
+        watching = asyncio.create_task(discovery.watch_replicas(router.state.members.on_replicas_changed))
         try:
             yield router
         finally:

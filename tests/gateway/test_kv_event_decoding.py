@@ -15,7 +15,7 @@ from headstart.core.cache.hashing import BlockHash
 from headstart.engine.kv_event_encoding import KVEventEncoder
 from headstart.gateway.kv_events.kv_event_decoding import MAX_BLOCKS, KVEventDecoder, domain_of_cache_salt
 from headstart.openai.engine_requests import salted_domain
-from headstart.router.index.kv_event_index import KVEventIndex
+from headstart.router.index.kv_event_index import ReplicaKVEventIndex
 from headstart.router.routing_request import RoutingPrompt, router_root
 
 SAMPLES = json.loads((Path(__file__).parent / "kv_event_samples.json").read_text())
@@ -58,7 +58,7 @@ def left_out(payload: bytes, kind: str = "vllm") -> dict[str, int]:
 
 
 def test_what_a_real_vllm_sent_makes_an_index_without_a_loose_end() -> None:
-    told = KVEventIndex(32, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
+    told = ReplicaKVEventIndex(32, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
     decoder = KVEventDecoder("vllm")
     prompts: list[tuple[list[int], str | None]] = []
     hashes = {"BlockStored": 0, "BlockRemoved": 0}
@@ -116,7 +116,7 @@ def test_a_block_with_an_image_is_known_and_equals_no_prompts() -> None:
     assert first == BlockStored((A,), None, tokens(0, 1, 2, 3), 4)
     assert isinstance(image, BlockStored) and image.block_hashes == (B, C) and image.parent_block_hash == A
     assert len(image.domain) == 32
-    told = KVEventIndex(4, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
+    told = ReplicaKVEventIndex(4, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
     told.apply([first, image])
     assert len(told) == 3
     assert told.num_cached_prefix_blocks(RoutingPrompt(range(12), router_root("m")).block_hashes(4), 0.0) == 1
@@ -141,7 +141,7 @@ def test_only_the_group_that_keeps_all_tokens_is_followed() -> None:
 
 def test_a_block_that_moves_to_another_tier_stays_until_it_is_gone_from_both() -> None:
     stored, copy, gone = decode(made("offload"))
-    told = KVEventIndex(4, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
+    told = ReplicaKVEventIndex(4, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
     told.apply([stored, copy, gone])
     assert told.num_cached_prefix_blocks(RoutingPrompt(range(8), router_root("m")).block_hashes(4), 0.0) == 1
     told.check()
@@ -294,7 +294,7 @@ _ANYTHING = st.recursive(
 )
 def test_no_event_raises(events: list[Any]) -> None:
     decoder = KVEventDecoder("headstart")
-    told = KVEventIndex(2, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
+    told = ReplicaKVEventIndex(2, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
     told.apply(decoder.decode(msgspec.msgpack.encode([1.0, events])))
     told.check()
     assert decoder.counts["events"] == len(events)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from headstart.gateway.kv_events.kv_event_decoding import MAX_BLOCKS, KVEventDecoder
-from headstart.router.index.kv_event_index import KVEventIndex
+from headstart.router.index.kv_event_index import ReplicaKVEventIndex
 from headstart.router.routing_request import router_root
 
 SAMPLES = json.loads((Path(__file__).parent / "kv_event_samples.json").read_text())
@@ -144,7 +144,9 @@ def test_real_batches_with_changed_bytes_never_raise_nor_outgrow_the_index(
                 payload[at:at] = rng.randbytes(rng.randrange(1, 8))
             case _:
                 del payload[at : at + rng.randrange(1, 8)]
-    told = KVEventIndex(32, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain), max_blocks=40)
+    told = ReplicaKVEventIndex(
+        32, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain), max_blocks=40
+    )
     decoder = KVEventDecoder("vllm")
     for _ in range(3):
         told.apply(decoder.decode(bytes(payload)))

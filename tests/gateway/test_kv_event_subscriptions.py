@@ -28,7 +28,7 @@ from headstart.openai.engine_requests import salted_domain
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.router.index import kv_event_index as told
 from headstart.router.index.approximate_index import ApproximateIndex
-from headstart.router.index.kv_event_index import MAX_BLOCKS, SILENCE, KVEventIndex
+from headstart.router.index.kv_event_index import MAX_BLOCKS, SILENCE, ReplicaKVEventIndex
 
 BLOCK = 16
 NAMES = tuple(BlockHash(bytes([number]) * 32) for number in range(8))
@@ -59,7 +59,7 @@ def test_what_replicas_publish_is_where_prompts_go() -> None:
             async with front(one, other) as router:
                 await router.up(2)
                 heard = [router.state.router.endpoints[replica.url].index for replica in (one, other)]
-                assert all(isinstance(index, KVEventIndex) for index in heard)
+                assert all(isinstance(index, ReplicaKVEventIndex) for index in heard)
                 prompt = [1] * (4 * BLOCK) + [2]
                 for publisher, index, replica in ((first, heard[0], one), (second, heard[1], other)):
                     publisher.publish([stored(4)])
@@ -85,7 +85,7 @@ def test_salted_blocks_are_found_by_salted_prompts_alone() -> None:
             async with front(replica) as router:
                 await router.up(1)
                 index = router.state.router.endpoints[replica.url].index
-                assert isinstance(index, KVEventIndex)
+                assert isinstance(index, ReplicaKVEventIndex)
                 publisher.publish([stored(4, domain=salted_domain(b"", "s"))])
                 await until(lambda: len(index) == 4)
                 read = router.state.reader.read
@@ -116,7 +116,7 @@ def test_a_chat_with_tools_is_found_again_where_events_are_heard(monkeypatch: py
             async with front(replica, reader=reader) as router:
                 await router.up(1)
                 index = router.state.router.endpoints[replica.url].index
-                assert isinstance(index, KVEventIndex)
+                assert isinstance(index, ReplicaKVEventIndex)
                 system = {"role": "system", "content": "You name intents. " * 120}
                 body = {"messages": [system, {"role": "user", "content": "light"}], "tools": TOOLS}
                 for turn in range(2):
@@ -145,7 +145,7 @@ def test_a_replica_that_publishes_nothing_is_guessed_at_until_it_is_heard() -> N
                     await router.complete([number + 5] * (2 * BLOCK))
                 assert isinstance(endpoint.index, ApproximateIndex) and router.state.router.num_blind == 1
                 publisher.publish([stored(4)])
-                await until(lambda: isinstance(endpoint.index, KVEventIndex))
+                await until(lambda: isinstance(endpoint.index, ReplicaKVEventIndex))
                 assert len(endpoint.index) == 4  # type: ignore[arg-type]  # one that was waited for
 
     asyncio.run(go())
@@ -161,7 +161,7 @@ def test_while_a_publisher_is_suspended_its_replica_is_guessed_at(monkeypatch: p
                 await router.up(1)
                 endpoint = router.state.router.endpoints[replica.url]
                 publisher.publish([stored(4)])
-                await until(lambda: isinstance(endpoint.index, KVEventIndex) and len(endpoint.index) == 4)
+                await until(lambda: isinstance(endpoint.index, ReplicaKVEventIndex) and len(endpoint.index) == 4)
                 monkeypatch.setattr(KVEventDecoder, "split_batch", failing)
                 publisher.publish([stored(1)])
                 await until(lambda: isinstance(endpoint.index, ApproximateIndex))
@@ -170,7 +170,7 @@ def test_while_a_publisher_is_suspended_its_replica_is_guessed_at(monkeypatch: p
                 assert isinstance(endpoint.index, ApproximateIndex)
                 replica.block_size = BLOCK
                 monkeypatch.undo()
-                await until(lambda: isinstance(endpoint.index, KVEventIndex) and len(endpoint.index) == 4)
+                await until(lambda: isinstance(endpoint.index, ReplicaKVEventIndex) and len(endpoint.index) == 4)
                 counts = (await router.client.get("/metrics")).text
                 assert f'headstart:router_kv_events_total{{kind="failures",replica="{replica.url}"}} 1.0' in counts
 
@@ -187,7 +187,7 @@ def test_the_index_of_a_replica_is_bounded_by_the_pool_it_reports() -> None:
             async with front(replica) as router:
                 await router.up(1)
                 index = router.state.router.endpoints[replica.url].index
-                assert isinstance(index, KVEventIndex)
+                assert isinstance(index, ReplicaKVEventIndex)
                 assert index.max_blocks == TIERS * 100 + SLACK_BLOCKS
 
     asyncio.run(go())
@@ -219,7 +219,7 @@ def test_while_prompts_are_counted_in_bytes_events_are_not_listened_to() -> None
                 endpoint = router.state.router.endpoints[replica.url]
                 assert isinstance(endpoint.index, ApproximateIndex) and not router.state.listening.event_counts()
                 router.state.reader.tokenizer = Tokenizer.from_folder(bundled_intent_model_folder())
-                await until(lambda: isinstance(endpoint.index, KVEventIndex))
+                await until(lambda: isinstance(endpoint.index, ReplicaKVEventIndex))
 
     asyncio.run(go())
 

@@ -24,7 +24,7 @@ from headstart.engine.kv_event_encoding import KVEventEncoder
 from headstart.gateway.kv_events import kv_event_consumer, kv_event_intake
 from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.router.index.kv_event_index import KVEventIndex
+from headstart.router.index.kv_event_index import ReplicaKVEventIndex
 from headstart.router.routing_request import RoutingPrompt, router_root
 
 SAMPLES = json.loads((Path(__file__).parent / "kv_event_samples.json").read_text())
@@ -40,7 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def consumer_at(events: str, *, max_blocks: int = 2**20) -> KVEventConsumer:
-    index = KVEventIndex(
+    index = ReplicaKVEventIndex(
         4, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain), max_blocks=max_blocks
     )
     return KVEventConsumer(ReplicaAddress("http://replica", events), index, kind="headstart")
@@ -179,9 +179,9 @@ def test_a_listener_that_fails_is_logged_and_started_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failures = iter([ZeroDivisionError("a fault of ours")])
-    apply = KVEventIndex.apply
+    apply = ReplicaKVEventIndex.apply
 
-    def failing(self: KVEventIndex, events: Any) -> None:
+    def failing(self: ReplicaKVEventIndex, events: Any) -> None:
         for error in failures:
             raise error
         apply(self, events)
@@ -191,7 +191,7 @@ def test_a_listener_that_fails_is_logged_and_started_again(
             await until(lambda: consumer.counts["failures"] == 1)
             await taken_in(consumer, send, 1000)
 
-    monkeypatch.setattr(KVEventIndex, "apply", failing)
+    monkeypatch.setattr(ReplicaKVEventIndex, "apply", failing)
     run(test())
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "kv_event_listener_failed" in line]
     assert "ZeroDivisionError: a fault of ours" in line and "Traceback" in line and "http://replica" in line

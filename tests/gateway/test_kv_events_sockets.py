@@ -21,7 +21,7 @@ from headstart.gateway.kv_events import kv_event_intake
 from headstart.gateway.kv_events.kv_event_consumer import END_OF_REPLAY, KVEventConsumer
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.router.index.event_sequencer import DueBatches
-from headstart.router.index.kv_event_index import SILENCE, KVEventIndex
+from headstart.router.index.kv_event_index import SILENCE, ReplicaKVEventIndex
 from headstart.router.routing_request import RoutingPrompt, router_root
 
 
@@ -31,7 +31,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def consumer_at(events: str, *, block_size: int = 4, replay: str | None = None) -> KVEventConsumer:
-    index = KVEventIndex(block_size, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
+    index = ReplicaKVEventIndex(block_size, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
     return KVEventConsumer(ReplicaAddress("http://replica", events, replay), index, kind="headstart")
 
 

@@ -23,7 +23,7 @@ def test_any_pieces_give_complete_lines_and_the_counts(sizes: list[int]) -> None
     rest = whole
     for size in [*sizes, len(whole)]:
         piece, rest = rest[:size], rest[size:]
-        part = stream.take_relayable_bytes(piece)
+        part = stream.feed_and_take_relayable(piece)
         assert not part or part.endswith(b"\n")
         passed += part
     assert passed + stream.flush() == whole and stream.is_done and stream.num_events == 3
@@ -32,16 +32,16 @@ def test_any_pieces_give_complete_lines_and_the_counts(sizes: list[int]) -> None
 
 def test_a_text_does_not_end_a_stream() -> None:
     stream = JSONLinesReader(OLLAMA_CHAT.end)
-    stream.take_relayable_bytes(LINES[0])
+    stream.feed_and_take_relayable(LINES[0])
     assert stream.has_data and not stream.is_done
-    stream.take_relayable_bytes(b'{"error":"lost"}\n')
+    stream.feed_and_take_relayable(b'{"error":"lost"}\n')
     assert stream.is_done
 
 
 def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_reader, "KEPT_EVENT_BYTES", 10)
     with pytest.raises(InvalidReplicaResponseError):
-        JSONLinesReader(OLLAMA_CHAT.end).take_relayable_bytes(b"x" * 11)
+        JSONLinesReader(OLLAMA_CHAT.end).feed_and_take_relayable(b"x" * 11)
 
 
 @pytest.mark.parametrize("line", [b"", b"[]", b"{", b'{"prompt_eval_count":-1,"prompt_eval_cached_count":0}', b"{}"])

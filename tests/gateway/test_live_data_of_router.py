@@ -53,12 +53,12 @@ def test_decisions_are_bounded_in_number_and_rate(monkeypatch: pytest.MonkeyPatc
         async with front(Replica()) as router:
             await router.up(1)
             decisions = router.state.proxy.decisions
-            decisions.list_and_keep_recording(1e9)
+            decisions.list_and_extend_watch(1e9)
             for _ in range(30):
                 await router.complete()
-            assert 1 <= len(decisions.list_and_keep_recording(0.0)) <= error_responses.MAX_WATCHED
+            assert 1 <= len(decisions.list_and_extend_watch(0.0)) <= error_responses.MAX_WATCHED
             await router.complete()
-            assert len(decisions.list_and_keep_recording(0.0)) <= error_responses.MAX_WATCHED
+            assert len(decisions.list_and_extend_watch(0.0)) <= error_responses.MAX_WATCHED
 
     monkeypatch.setattr(error_responses, "WATCH_INTERVAL", 0.0)
     run(go())

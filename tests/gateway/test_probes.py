@@ -53,7 +53,7 @@ def test_our_own_page_is_read() -> None:
     found = parse_metrics(metrics.expose().decode())
     assert (found.kind, found.block_size, found.num_blocks) == ("headstart", 16, 777)
     assert (found.waiting, found.running, found.kv_usage) == (4, 2, 0.25)
-    assert parse_metrics(metrics.expose_load_metrics().decode()) == found, "what a router reads is the same"
+    assert parse_metrics(metrics.render_load_metrics().decode()) == found, "what a router reads is the same"
 
 
 @pytest.mark.parametrize(("engine", "later"), [("headstart", "load"), ("vllm", "")])

@@ -18,7 +18,7 @@ from server.harness import until
 from headstart.core.errors import NoReplicaError
 from headstart.gateway.ray import ingress
 from headstart.gateway.ray.ingress import RayRequestPlacer
-from headstart.gateway.ray.placement_ticket import PlacementRequest, RayReplicaListing
+from headstart.gateway.ray.placement_ticket import PlacementRequest, RayReplicaListNotifier
 from headstart.gateway.ray.prefix_request_router import PrefixRequestRouter
 
 LONG = "a shared beginning of many words, " * 40
@@ -133,12 +133,12 @@ def ray_handle() -> Iterator[Handle]:
 async def ray_front(handle: Handle, *replicas: Replica, **options: Any) -> AsyncIterator[Front]:
     """A router whose replicas Ray lists, and whose requests pass through Ray's request router."""
     placement = RayRequestPlacer(handle)
-    async with front(placed=placement.place_for_attempt, health_interval=60.0, **options) as router:
+    async with front(placed=placement.hold_replica_for_attempt, health_interval=60.0, **options) as router:
         for replica in replicas:
             await replica.start()
         try:
             handle.set_replicas(*(replica.url for replica in replicas))
-            await placement.report_replicas_to(RayReplicaListing(router.state.members.on_replicas_changed))
+            await placement.report_replicas_to(RayReplicaListNotifier(router.state.members.on_replicas_changed))
             await router.up(len(replicas))
             yield router
         finally:
@@ -268,7 +268,7 @@ def test_a_ticket_is_answered_once_and_travels_as_its_id() -> None:
     async def test() -> None:
         refusals: list[str] = []
         in_flight: Any = SimpleNamespace(endpoint=SimpleNamespace(name="b"), fallbacks=("a",))
-        ticket = PlacementRequest("id", RayReplicaListing(lambda found: None), lambda names: in_flight)
+        ticket = PlacementRequest("id", RayReplicaListNotifier(lambda found: None), lambda names: in_flight)
         ticket.refused = lambda: refusals.append("refused")
         assert await ticket.rank_replicas(["a", "b"]) == ["b", "a"] and not refusals
         assert await ticket.rank_replicas(["a"]) == () and refusals == ["refused"]

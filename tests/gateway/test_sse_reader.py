@@ -25,7 +25,7 @@ DONE = event("[DONE]")
 
 
 def through(stream: SSEStreamReader, pieces: list[bytes]) -> bytes:
-    return b"".join([*(stream.take_relayable_bytes(piece) for piece in pieces), stream.flush()])
+    return b"".join([*(stream.feed_and_take_relayable(piece) for piece in pieces), stream.flush()])
 
 
 @st.composite
@@ -53,27 +53,27 @@ def test_bytes_that_are_no_events_come_through_as_they_are(junk: bytes, at: list
 
 def test_only_whole_events_are_passed_on() -> None:
     stream = SSEStreamReader()
-    assert stream.take_relayable_bytes(TOKEN[:10]) == b"" and not stream.has_data
-    assert stream.take_relayable_bytes(TOKEN[10:] + DONE[:3]) == TOKEN and stream.has_data and not stream.is_done
-    assert stream.take_relayable_bytes(DONE[3:]) == DONE and stream.is_done
+    assert stream.feed_and_take_relayable(TOKEN[:10]) == b"" and not stream.has_data
+    assert stream.feed_and_take_relayable(TOKEN[10:] + DONE[:3]) == TOKEN and stream.has_data and not stream.is_done
+    assert stream.feed_and_take_relayable(DONE[3:]) == DONE and stream.is_done
 
 
 def test_comments_are_no_data_and_texts_cannot_pose_as_an_end() -> None:
     stream = SSEStreamReader(hides_usage=True)
-    assert stream.take_relayable_bytes(b": ping\n\n") == b": ping\n\n" and not stream.has_data
-    assert stream.take_relayable_bytes(TOKEN) == TOKEN and not stream.is_done and stream.reported == ReportedUsage()
+    assert stream.feed_and_take_relayable(b": ping\n\n") == b": ping\n\n" and not stream.has_data
+    assert stream.feed_and_take_relayable(TOKEN) == TOKEN and not stream.is_done and stream.reported == ReportedUsage()
 
 
 def test_usage_beside_a_choice_is_read_and_stays() -> None:
     both = event({"choices": [{"text": "a"}], "usage": USAGE})
     stream = SSEStreamReader(hides_usage=True)
-    assert stream.take_relayable_bytes(both) == both and stream.reported.usage == ReportedTokenUsage(10, 7)
+    assert stream.feed_and_take_relayable(both) == both and stream.reported.usage == ReportedTokenUsage(10, 7)
 
 
 def test_lines_may_end_in_carriage_returns() -> None:
     last, done = event({"choices": [], "usage": USAGE}, "\r\n\r\n"), event("[DONE]", "\r\n\r\n")
     stream = SSEStreamReader(hides_usage=True)
-    assert stream.take_relayable_bytes(last[:20]) == b""
+    assert stream.feed_and_take_relayable(last[:20]) == b""
     assert through(stream, [last[20:], done]) == done and stream.reported.output_tokens == 4 and stream.is_done
 
 
@@ -81,14 +81,14 @@ def test_events_and_comments_without_end_are_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sse, "KEPT_EVENT_BYTES", 1000)
     monkeypatch.setattr(sse, "MAX_COMMENT_BYTES", 1000)
     stream = SSEStreamReader()
-    assert stream.take_relayable_bytes(b"data: " + b"x" * 900) == b""
+    assert stream.feed_and_take_relayable(b"data: " + b"x" * 900) == b""
     with pytest.raises(InvalidReplicaResponseError, match="event"):
-        stream.take_relayable_bytes(b"x" * 100)
+        stream.feed_and_take_relayable(b"x" * 100)
     stream = SSEStreamReader()
     for _ in range(3):
-        assert stream.take_relayable_bytes(b": ping\n\n" * 100 + TOKEN)
+        assert stream.feed_and_take_relayable(b": ping\n\n" * 100 + TOKEN)
     with pytest.raises(InvalidReplicaResponseError, match="comments"):
-        stream.take_relayable_bytes(b": ping\n\n" * 200)
+        stream.feed_and_take_relayable(b": ping\n\n" * 200)
 
 
 LONG_TOKEN = event({"choices": [{"text": "x" * 3_000}], "usage": None})
@@ -104,7 +104,7 @@ def test_a_long_event_is_passed_on_as_it_comes_and_its_usage_is_read(parts: list
         at = 0
         while at < len(whole):
             end = at + data.draw(st.integers(1, 800))
-            passed += stream.take_relayable_bytes(whole[at:end])
+            passed += stream.feed_and_take_relayable(whole[at:end])
             kept = max(kept, len(stream._rest))
             at = end
         assert passed + stream.flush() == whole and stream.is_done and not stream.is_mid_event
@@ -116,8 +116,8 @@ def test_a_long_last_event_of_a_named_stream_ends_it(path: str, monkeypatch: pyt
     monkeypatch.setattr(sse, "KEPT_EVENT_BYTES", 1_000)
     name = {"/v1/responses": "response.completed", "/v1/messages": "message_stop"}[path]
     stream, last = SSEStreamReader(api_of_path(path).end), f"event: {name}\n".encode() + event({"text": "x" * 5_000})
-    assert stream.take_relayable_bytes(last[:3_000]) == last[:3_000] and stream.is_mid_event and not stream.is_done
-    assert stream.take_relayable_bytes(last[3_000:]) == last[3_000:] and stream.is_done and stream.num_events == 1
+    assert stream.feed_and_take_relayable(last[:3_000]) == last[:3_000] and stream.is_mid_event and not stream.is_done
+    assert stream.feed_and_take_relayable(last[3_000:]) == last[3_000:] and stream.is_done and stream.num_events == 1
 
 
 @given(cuts())
@@ -126,7 +126,8 @@ def test_an_event_in_many_pieces_is_looked_at_once(pieces: list[bytes]) -> None:
     whole = b"".join(pieces)
     stream = SSEStreamReader()
     assert (
-        b"".join(stream.take_relayable_bytes(whole[i : i + 1]) for i in range(len(whole))) == whole and stream.is_done
+        b"".join(stream.feed_and_take_relayable(whole[i : i + 1]) for i in range(len(whole))) == whole
+        and stream.is_done
     )
     assert json.loads(stream.first)["choices"] is not None
 

@@ -67,7 +67,7 @@ class Watched:
 @asynccontextmanager
 async def watching(fleet: LocalReplicas) -> AsyncIterator[Watched]:
     watched = Watched(fleet)
-    task = asyncio.create_task(fleet.report_changes(watched.changed))
+    task = asyncio.create_task(fleet.watch_replicas(watched.changed))
     try:
         await until(lambda: watched.lists or task.done())
         if task.done():
@@ -181,7 +181,7 @@ def test_what_cannot_start_is_said_once_and_leaves_nothing(folder: str, told: St
 @pytest.mark.usefixtures("forked")
 def test_a_replica_that_breaks_while_loading_is_tried_again(folder: str, told: StringIO) -> None:
     async def run() -> None:
-        task = asyncio.create_task(fleet.report_changes(lambda _: None))
+        task = asyncio.create_task(fleet.watch_replicas(lambda _: None))
         await until(lambda: told.getvalue().count("starting it again") >= 2)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -284,7 +284,7 @@ def test_the_address_says_where_events_come_from(folder: str, told: StringIO) ->
     found: list[ReplicaAddress] = []
 
     async def run() -> None:
-        task = asyncio.create_task(fleet.report_changes(found.extend))
+        task = asyncio.create_task(fleet.watch_replicas(found.extend))
         await until(lambda: found)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

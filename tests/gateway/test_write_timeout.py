@@ -8,7 +8,7 @@ import pytest
 from gateway.harness import Replica, front
 
 from headstart.gateway.proxy import proxy
-from headstart.gateway.proxy.proxy import ProxiedCall, SendWithTimeout
+from headstart.gateway.proxy.proxy import ProxiedCall, SendWithClientTimeout
 from headstart.gateway.proxy.request_reader import SenderRoutingInfo
 from headstart.http.http_errors import ClientGoneError
 
@@ -39,7 +39,7 @@ def here() -> "asyncio.Task[Any]":
 
 def test_who_takes_nothing_is_given_up() -> None:
     async def go() -> None:
-        patient = SendWithTimeout(Client().send, here(), SECONDS)
+        patient = SendWithClientTimeout(Client().send, here(), SECONDS)
         with pytest.raises(asyncio.CancelledError):
             await patient({"type": "http.response.body"})
         here().uncancel()
@@ -52,7 +52,7 @@ def test_time_counts_only_while_something_is_being_sent() -> None:
     async def go() -> None:
         client = Client()
         client.gate.set()
-        patient = SendWithTimeout(client.send, here(), SECONDS)
+        patient = SendWithClientTimeout(client.send, here(), SECONDS)
         for number in range(3):
             await patient({"number": number})
             await asyncio.sleep(SECONDS)  # the client delays no message
@@ -65,7 +65,7 @@ def test_time_counts_only_while_something_is_being_sent() -> None:
 def test_nothing_happens_after_it_was_closed() -> None:
     async def go() -> None:
         client = Client()
-        patient = SendWithTimeout(client.send, here(), SECONDS)
+        patient = SendWithClientTimeout(client.send, here(), SECONDS)
         sending = asyncio.ensure_future(patient({"number": 1}))
         await asyncio.sleep(0)
         patient.close()

@@ -28,7 +28,7 @@ from headstart.core.sched.in_flight import StepsInFlight
 from headstart.core.sched.plan import StepPlan
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.token_accounting import TokenAccounting
-from headstart.core.sched.waiting_queue import TenantWaitingQueue
+from headstart.core.sched.waiting_queue import SingleTenantQueue
 
 
 def double_free() -> None:
@@ -171,17 +171,17 @@ def adoption_keeps_the_partial_block() -> None:
 
 
 def the_oldest_has_no_turn() -> None:
-    following = TenantWaitingQueue.next_group
+    following = SingleTenantQueue.next_group
 
-    def planted(self: TenantWaitingQueue) -> Any:
+    def planted(self: SingleTenantQueue) -> Any:
         self._num_admissions = 1
         return following(self)
 
-    TenantWaitingQueue.next_group = planted  # type: ignore[method-assign]
+    SingleTenantQueue.next_group = planted  # type: ignore[method-assign]
 
 
 def the_queue_misses_what_is_published() -> None:
-    TenantWaitingQueue.regroup_after_publish = lambda self: None  # type: ignore[method-assign]
+    SingleTenantQueue.regroup_after_publish = lambda self: None  # type: ignore[method-assign]
 
 
 def domains_do_not_count_behind_a_public_prefix() -> None:
@@ -225,10 +225,10 @@ def loaded_blocks_are_cleared() -> None:
 
     def planted(self: StoreTransfers, load: Any, loaded: Any, executor: Any, now: float) -> None:
         dirty: list[int] = []
-        take = self._pool.drain_blocks_to_zero
-        self._pool.drain_blocks_to_zero = lambda: dirty.extend(take()) or []  # type: ignore[method-assign, func-returns-value]
+        take = self._pool.take_unzeroed_blocks
+        self._pool.take_unzeroed_blocks = lambda: dirty.extend(take()) or []  # type: ignore[method-assign, func-returns-value]
         take_in(self, load, loaded, executor, now)
-        del self._pool.drain_blocks_to_zero
+        del self._pool.take_unzeroed_blocks
         executor.zero_blocks(dirty)
 
     StoreTransfers._take_in = planted  # type: ignore[method-assign]

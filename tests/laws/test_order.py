@@ -149,7 +149,7 @@ def test_the_queue_knows_at_least_what_there_is_and_names_the_first_missing_bloc
         assert len(list(queue)) == len(queue)
         for seq in queue:
             hit = cache.match_prefix(seq)
-            assert queue.max_published_blocks(seq) >= len(hit.block_ids)
+            assert queue.published_blocks_upper_bound(seq) >= len(hit.block_ids)
         if number < len(aborts):
             engine.abort(f"r{aborts[number]}")
         if not engine.step() and not engine.has_work:

@@ -15,7 +15,7 @@ from headstart.core.errors import ConfigError
 from headstart.model.kernels import library
 from headstart.model.kernels.build import TWIN, BuildError
 from headstart.model.kernels.library import NEEDED, KernelLibrary, KernelSearchResult, load_kernels, runnable_variants
-from headstart.model.layers.linear import Linear, WeightForm
+from headstart.model.layers.linear import FusedLinear, WeightForm
 
 Words, Floats = NDArray[np.uint16], NDArray[np.float32]
 TILES = [name for name in ("amx", TWIN) if name in runnable_variants()]
@@ -144,7 +144,7 @@ def test_a_product_has_one_order_for_every_number_of_rows(variant: str, outputs:
     """2,100 inputs and more are multiplied in pieces; 512 rows and more on two threads in blocks of their own."""
     torch.manual_seed(outputs)
     weight, x = torch.randn(outputs, inputs).bfloat16(), torch.randn(700, inputs).bfloat16()
-    linear, padding = Linear(weight.clone(), form=WeightForm(tiles(variant))), (0, -inputs % 32)
+    linear, padding = FusedLinear(weight.clone(), form=WeightForm(tiles(variant))), (0, -inputs % 32)
     first, second = (torch.nn.functional.pad(rows, padding).double().numpy() for rows in (x[:40], weight))
     due = in_order(first, second, np.zeros((40, outputs), np.float32))
     together = linear(x)
@@ -166,7 +166,8 @@ def test_int8_on_tiles_gives_the_bits_of_products_in_registers(variant: str, out
     x[3] *= 1e30
     for gated in (False, True):
         on_tiles, plain = (
-            Linear(weight.clone(), gated=gated, form=WeightForm(tiles(name), "int8")) for name in (variant, WITHOUT)
+            FusedLinear(weight.clone(), gated=gated, form=WeightForm(tiles(name), "int8"))
+            for name in (variant, WITHOUT)
         )
         due = plain(x)
         for count in (1, 2, 5, 13, 15, 16, 17, 31, 33, 48, 100, 257, 700):
@@ -196,7 +197,7 @@ def test_blocks_on_tiles_give_the_bits_of_products_in_registers(variant: str, ki
         x[6, 40], x[7], x[8], x[9] = torch.nan, 0, -3e38, 1e-38
         weight = blocks(kind, 2 * outputs, inputs)
         on_tiles, plain = (
-            Linear(weight, gated=inputs == 768, form=WeightForm(tiles(name), activation_bits=bits))
+            FusedLinear(weight, gated=inputs == 768, form=WeightForm(tiles(name), activation_bits=bits))
             for name in (variant, WITHOUT)
         )
         due = plain(x)

@@ -12,7 +12,7 @@ from headstart.model.kernels.chain import ChainBuffers, ChainLink, LinearChain
 from headstart.model.kernels.library import KernelLibrary, load_kernels
 from headstart.model.kernels.packed import BLOCKS, PackedLinear
 from headstart.model.layers.layer_ops import RMSNorm
-from headstart.model.layers.linear import Linear, WeightForm
+from headstart.model.layers.linear import FusedLinear, WeightForm
 from headstart.model.layers.quantise import quantise_weight
 from headstart.model.weights.gguf.block_formats import FORMATS, PackedTensor, dequantise, row_bytes
 
@@ -54,7 +54,7 @@ def test_the_weights_of_a_product_are_bit_equal_to_the_reference(kernels: Kernel
     """A row with a single 1 reads one column of the weight, rounded to bfloat16 only by the output."""
     weight = blocks(kind, OUTPUTS, 512)
     expected = dequantise(weight).bfloat16()
-    layer = Linear(weight, form=WeightForm(kernels))
+    layer = FusedLinear(weight, form=WeightForm(kernels))
     assert torch.equal(layer(torch.eye(512).bfloat16()).T, expected)
     assert torch.equal(layer(4 * torch.eye(512).bfloat16()[:3]).T, 4 * expected[:, :3])
 
@@ -72,7 +72,7 @@ def test_activations_of_8_bits_read_the_weights_too(kernels: KernelLibrary, kind
     """127 times a 127th may be one fp32 step from 1, so a weight may be rounded to the neighbouring bfloat16."""
     weight = blocks(kind, OUTPUTS, 512)
     expected = dequantise(weight).bfloat16()
-    found = Linear(weight, form=WeightForm(kernels, activation_bits=8))(torch.eye(512).bfloat16()).T
+    found = FusedLinear(weight, form=WeightForm(kernels, activation_bits=8))(torch.eye(512).bfloat16()).T
     assert (found - expected).abs().le(expected.abs() / 128).all()
     assert found.eq(expected).float().mean() > 0.99
 
@@ -86,7 +86,7 @@ def test_the_greatest_integers_fit_the_sums_of_8_bit_activations(kernels: Kernel
     block[:, :, [i for i in range(FORMATS[kind].block_bytes) if i not in scales]] = 0xFF
     if kind == "Q6_K":
         block[:, :, 192:208] = 0x7F  # signed
-    layer, whole = Linear(weight, form=WeightForm(kernels, activation_bits=8)), dequantise(weight)
+    layer, whole = FusedLinear(weight, form=WeightForm(kernels, activation_bits=8)), dequantise(weight)
     for sign in (1, -1):
         x = sign * torch.ones(7, 512).bfloat16()
         exact = F.linear(x.float(), whole)
@@ -99,8 +99,8 @@ def test_products_equal_those_with_unpacked_weights(kernels: KernelLibrary, kind
     weight, bias, gain = blocks(kind, 2 * OUTPUTS, columns), random(2 * OUTPUTS), random(columns)
     whole, form, norm = dequantise(weight), WeightForm(kernels, activation_bits=bits), RMSNorm(gain, 1e-5)
     scale = columns**0.5 * float(whole.std())
-    plain, normed = Linear(weight, bias.clone(), form=form), Linear(weight, norm=norm, form=form)
-    gated = Linear(weight, bias.clone(), gated=True, form=form)
+    plain, normed = FusedLinear(weight, bias.clone(), form=form), FusedLinear(weight, norm=norm, form=form)
+    gated = FusedLinear(weight, bias.clone(), gated=True, form=form)
     for count in (1, 2, 3, 7, 13, 150):
         x, residual = random(count, columns), random(count, 2 * OUTPUTS)
         exact = F.linear(rounded(x, bits), whole, bias.float())
@@ -116,7 +116,7 @@ def test_products_equal_those_with_unpacked_weights(kernels: KernelLibrary, kind
 
 @pytest.mark.parametrize(("kind", "bits"), FORMS)
 def test_a_row_depends_neither_on_others_nor_on_threads(kernels: KernelLibrary, kind: str, bits: int) -> None:
-    layer = Linear(blocks(kind, 100, 2304), form=WeightForm(kernels, activation_bits=bits))
+    layer = FusedLinear(blocks(kind, 100, 2304), form=WeightForm(kernels, activation_bits=bits))
     x, before = random(330, 2304), torch.get_num_threads()
     together = layer(x)
     try:
@@ -136,7 +136,7 @@ def test_a_row_depends_neither_on_others_nor_on_threads(kernels: KernelLibrary, 
 def test_a_row_that_is_not_finite_leaves_the_others_alone(
     kernels: KernelLibrary, kind: str, bits: int, bad: float
 ) -> None:
-    layer, x = Linear(blocks(kind, 50, 256), form=WeightForm(kernels, activation_bits=bits)), random(13, 256)
+    layer, x = FusedLinear(blocks(kind, 50, 256), form=WeightForm(kernels, activation_bits=bits)), random(13, 256)
     clean = layer(x)
     x[1, 33] = bad
     found = layer(x)
@@ -164,14 +164,14 @@ def test_parts_of_different_formats_make_one_product(kernels: KernelLibrary) -> 
     """As queries, keys and values of a file whose values have more bits."""
     parts = [blocks(kind, rows, 256) for kind, rows in [("Q4_K", 64), ("Q4_K", 20), ("Q6_K", 20), ("Q8_0", 3)]]
     bias, whole = random(107), torch.cat([dequantise(part) for part in parts])
-    layer = Linear(parts, bias, norm=RMSNorm(torch.ones(256).bfloat16(), 0.0), form=WeightForm(kernels))
+    layer = FusedLinear(parts, bias, norm=RMSNorm(torch.ones(256).bfloat16(), 0.0), form=WeightForm(kernels))
     assert len(layer.packed) == 3
     for count in (1, 5, 300):
         x, residual = random(count, 256), random(count, 107)
         exact = F.linear(RMSNorm(torch.ones(256).bfloat16(), 0.0)(x).float(), whole, bias.float())
         assert_near(layer(x), exact, float(exact.std()))
         assert_near(layer(x, residual), exact + residual.float(), 4 * float(exact.std()))
-    gated = Linear([parts[0], blocks("Q6_K", 64, 256)], gated=True, form=WeightForm(kernels))
+    gated = FusedLinear([parts[0], blocks("Q6_K", 64, 256)], gated=True, form=WeightForm(kernels))
     assert gated.out_features == 64 and gated(random(2, 256)).isfinite().all()
 
 
@@ -179,17 +179,17 @@ def test_in_fp32_and_without_kernels_the_unpacked_weights_are_used(kernels: Kern
     weight, x = blocks("Q4_K", 40, 512), torch.randn(3, 512, generator=torch.Generator().manual_seed(1)).double()
     exact = F.linear(x, dequantise(weight).double())
     for form in (WeightForm(kernels, dtype=torch.float32), WeightForm(None, dtype=torch.float32)):
-        layer = Linear(weight, form=form)
+        layer = FusedLinear(weight, form=form)
         assert all(part.dtype == torch.float32 for part in layer.packed) and bool(layer.packed) == bool(form.kernels)
         assert (layer(x.float()).double() - exact).abs().max() < 1e-6 * exact.abs().max()
     rounded = F.linear(x.bfloat16().float(), dequantise(weight, torch.bfloat16).float())
-    assert_near(Linear(weight)(x.bfloat16()), rounded, float(rounded.std()))
+    assert_near(FusedLinear(weight)(x.bfloat16()), rounded, float(rounded.std()))
 
 
 def test_packed_weights_take_little_more_than_their_bits(kernels: KernelLibrary) -> None:
     for kind, form in FORMATS.items():
         if kind in BLOCKS:
-            size = Linear(blocks(kind, 64, 1024), form=WeightForm(kernels)).weight_bytes
+            size = FusedLinear(blocks(kind, 64, 1024), form=WeightForm(kernels)).weight_bytes
             assert size <= 1.04 * 64 * 1024 / form.block_size * form.block_bytes, kind
 
 

@@ -11,8 +11,8 @@ from headstart.core.errors import ConfigError
 from headstart.model.kernels import library
 from headstart.model.kernels.library import KernelLibrary, kernel_library_in_use
 from headstart.model.layers.decoder import Decoder
-from headstart.model.layers.dispatch import are_linears_batch_invariant, choose_linear_kernels
-from headstart.model.layers.linear import Linear, WeightForm
+from headstart.model.layers.dispatch import are_linears_batch_invariant, linear_kernels_of_option
+from headstart.model.layers.linear import FusedLinear, WeightForm
 from headstart.model.setup.doctor import make_doctor_report
 from headstart.model.weights.model_loader import load_model
 
@@ -28,18 +28,18 @@ def found() -> KernelLibrary:
 
 
 def test_torch_multiplies_only_if_it_is_asked_for_or_alone(found: KernelLibrary) -> None:
-    assert choose_linear_kernels(found, "auto") is choose_linear_kernels(found, "kernels") is found
+    assert linear_kernels_of_option(found, "auto") is linear_kernels_of_option(found, "kernels") is found
     assert (
-        choose_linear_kernels(found, "torch")
-        is choose_linear_kernels(None, "auto")
-        is choose_linear_kernels(None, "kernels")
+        linear_kernels_of_option(found, "torch")
+        is linear_kernels_of_option(None, "auto")
+        is linear_kernels_of_option(None, "kernels")
         is None
     )
 
 
 def test_both_forms_give_the_same_product(found: KernelLibrary) -> None:
     weight, x = random(70, 300), random(20, 300)
-    ours, torchs = (Linear(weight.clone(), form=WeightForm(form)) for form in (found, None))
+    ours, torchs = (FusedLinear(weight.clone(), form=WeightForm(form)) for form in (found, None))
     assert_near(ours(x), torchs(x), 300**0.5)
 
 
@@ -59,7 +59,7 @@ def test_a_model_runs_in_the_form_that_is_asked_for(
         load_model(tmp_path, device="cpu", linear_dispatch="fast")
 
 
-class Coarse(Linear):
+class Coarse(FusedLinear):
     """A product that rounds the rows of a step alike where there are more than eight, as a form per step may."""
 
     def __call__(self, rows: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -71,9 +71,9 @@ def test_products_whose_rows_depend_on_their_number_are_noticed(found: KernelLib
     weight = random(40, 64)
     for dtype in (torch.bfloat16, torch.float32):
         form = WeightForm(found, dtype=dtype)
-        assert are_linears_batch_invariant([Linear(weight.to(dtype, copy=True), form=form)] * 2)
+        assert are_linears_batch_invariant([FusedLinear(weight.to(dtype, copy=True), form=form)] * 2)
         assert not are_linears_batch_invariant(
-            [Linear(weight.to(dtype, copy=True), form=form), Coarse(weight.to(dtype), form=form)]
+            [FusedLinear(weight.to(dtype, copy=True), form=form), Coarse(weight.to(dtype), form=form)]
         )
 
 

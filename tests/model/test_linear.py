@@ -11,7 +11,7 @@ from headstart.model.kernels.chain import ChainBuffers, ChainLink, LinearChain
 from headstart.model.kernels.library import KernelLibrary, load_kernels, runnable_variants
 from headstart.model.kernels.packed import PackedLinear, PackedNorm, RotaryHeads
 from headstart.model.layers.layer_ops import RMSNorm
-from headstart.model.layers.linear import Linear, WeightForm, can_pack_weight
+from headstart.model.layers.linear import FusedLinear, WeightForm, can_pack_weight
 from headstart.model.layers.quantise import can_quantise, quantise_weight
 from headstart.model.layers.rotary import RopeConfig, RotaryEmbedding
 from headstart.model.weights.gguf.block_formats import dequantise
@@ -57,14 +57,14 @@ def test_linear_without_kernels_equals_plain(dtype: torch.dtype, with_bias: bool
     weight, x = torch.randn(40, 24).to(dtype), torch.randn(rows, 24).to(dtype)
     bias = torch.randn(40).to(dtype) if with_bias else None
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    found = Linear(weight.clone(), bias)(x)
+    found = FusedLinear(weight.clone(), bias)(x)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-1 if dtype == torch.bfloat16 else 1e-5)
 
 
 def test_fp32_rows_do_not_depend_on_their_neighbours() -> None:
     torch.manual_seed(1)
-    layer, x = Linear(torch.randn(64, 128)), torch.randn(130, 128)
+    layer, x = FusedLinear(torch.randn(64, 128)), torch.randn(130, 128)
     together = layer(x)
     for rows in (slice(0, 1), slice(3, 20), slice(100, 130)):
         torch.testing.assert_close(layer(x[rows]), together[rows], rtol=1e-5, atol=1e-5)
@@ -72,7 +72,7 @@ def test_fp32_rows_do_not_depend_on_their_neighbours() -> None:
 
 def test_only_bfloat16_on_a_cpu_is_packed_and_its_bytes_count_once() -> None:
     assert not can_pack_weight(torch.zeros(4, 4))
-    layer = Linear(torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.bfloat16))
+    layer = FusedLinear(torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.bfloat16))
     assert layer.weight_bytes == 4 * 8 * 2 + 4 * 2
 
 
@@ -84,9 +84,9 @@ def test_fp32_kernels_equal_torch_and_rows_are_exact(
     weight, bias, gain = (random(*shape).float() for shape in ((2 * outputs, inputs), (2 * outputs,), (inputs,)))
     rounded, scale = dequantised(weight, quantization, None), inputs**0.5
     form, norm = WeightForm(kernels, quantization, torch.float32), RMSNorm(gain, 1e-5)
-    plain = Linear(weight[:outputs].clone(), bias[:outputs].clone(), form=form)
-    normed = Linear(weight[:outputs].clone(), norm=norm, form=form)
-    gated = Linear(weight.clone(), bias.clone(), gated=True, form=form)
+    plain = FusedLinear(weight[:outputs].clone(), bias[:outputs].clone(), form=form)
+    normed = FusedLinear(weight[:outputs].clone(), norm=norm, form=form)
+    gated = FusedLinear(weight.clone(), bias.clone(), gated=True, form=form)
     x, residual = random(200, inputs).float() / scale, random(200, outputs).float()
     exact, both = F.linear(x, rounded[:outputs], bias[:outputs]), F.linear(x, rounded, bias)
     for found, due in (
@@ -129,15 +129,15 @@ def test_kernels_equal_torch_for_all_that_surrounds_a_product(
         x, residual = random(count, inputs), random(count, outputs)
         form, scale = WeightForm(kernels, quantization), inputs**0.5
         exact = F.linear(x.float(), rounded[:outputs], bias[:outputs].float())
-        plain = Linear(weight[:outputs].contiguous(), bias[:outputs].clone(), form=form)
+        plain = FusedLinear(weight[:outputs].contiguous(), bias[:outputs].clone(), form=form)
         assert_near(plain(x), exact, scale)
         assert_near(plain(x, residual), exact + residual.float(), scale * 4)  # rounded twice
         norm = RMSNorm(gain, 1e-5)
-        normed = Linear(weight[:outputs].contiguous(), norm=norm, form=form)
+        normed = FusedLinear(weight[:outputs].contiguous(), norm=norm, form=form)
         assert_near(normed(x), F.linear(norm(x).float(), rounded[:outputs]), scale * 2)
         small = (x / scale).bfloat16()  # gates near 1: where a rounded gate is large, so is the difference it makes
         both = F.linear(small.float(), rounded, bias.float()).bfloat16().float()
-        gated = Linear(weight.clone(), bias.clone(), gated=True, form=form)
+        gated = FusedLinear(weight.clone(), bias.clone(), gated=True, form=form)
         assert_near(gated(small), F.silu(both[:, :outputs]) * both[:, outputs:], 8)
 
 
@@ -154,17 +154,17 @@ def dequantised(weight: Tensor, quantization: str, kernels: KernelLibrary | None
 def test_int8_without_kernels_is_the_same_rounding(kernels: KernelLibrary) -> None:
     weight, bias, x = random(70, 300), random(70), random(9, 300)
     weight[3] = 0  # an output without weights has no scale
-    slow, fast = (Linear(weight.clone(), bias, form=WeightForm(k, "int8")) for k in (None, kernels))
+    slow, fast = (FusedLinear(weight.clone(), bias, form=WeightForm(k, "int8")) for k in (None, kernels))
     assert slow.packed == () and fast.packed
     assert_near(fast(x), slow(x), 300**0.5)
     assert (fast(x)[:, 3] == bias[3]).all()
-    assert slow.weight_bytes < 0.6 * Linear(weight.clone(), bias).weight_bytes
+    assert slow.weight_bytes < 0.6 * FusedLinear(weight.clone(), bias).weight_bytes
 
 
 def test_int8_sums_of_the_largest_numbers_do_not_overflow(kernels: KernelLibrary) -> None:
     weight, x = torch.ones(32, 4096).bfloat16(), torch.ones(1, 4096).bfloat16()
     for sign in (1, -1):
-        found = Linear(sign * weight, form=WeightForm(kernels, "int8"))(x)
+        found = FusedLinear(sign * weight, form=WeightForm(kernels, "int8"))(x)
         assert_near(found, torch.full((1, 32), sign * 4096.0), 1.0)
 
 
@@ -176,8 +176,8 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone(
     weight, norm = random(50, 70), RMSNorm(random(70), 1e-6)
     for count in (2, 13, 40):
         for layer in (
-            Linear(weight.clone(), form=WeightForm(kernels, quantization)),
-            Linear(weight.clone(), norm=norm, gated=True, form=WeightForm(kernels, quantization)),
+            FusedLinear(weight.clone(), form=WeightForm(kernels, quantization)),
+            FusedLinear(weight.clone(), norm=norm, gated=True, form=WeightForm(kernels, quantization)),
         ):
             x = random(count, 70)
             clean = layer(x)
@@ -194,7 +194,7 @@ def test_a_row_does_not_depend_on_how_many_there_are_or_on_threads(
     kernels: KernelLibrary, outputs: int, inputs: int, quantization: str
 ) -> None:
     """Few rows are shared out by tiles, many by blocks of rows; rows too wide for the cache take tiles in groups."""
-    layer, x = Linear(random(outputs, inputs), form=WeightForm(kernels, quantization)), random(330, inputs)
+    layer, x = FusedLinear(random(outputs, inputs), form=WeightForm(kernels, quantization)), random(330, inputs)
     together, before = layer(x), torch.get_num_threads()
     try:
         for threads in (1, 2, 3, 7):
@@ -212,11 +212,11 @@ def test_rows_too_wide_for_the_cache_equal_torch(kernels: KernelLibrary, quantiz
     weight, bias, x, residual = random(outputs, inputs), random(outputs), random(150, inputs), random(150, outputs)
     rounded = dequantised(weight, quantization, kernels)
     exact = F.linear(x.float(), rounded, bias.float())
-    plain = Linear(weight.clone(), bias, form=WeightForm(kernels, quantization))
+    plain = FusedLinear(weight.clone(), bias, form=WeightForm(kernels, quantization))
     assert_near(plain(x), exact, inputs**0.5)
     assert_near(plain(x, residual), exact + residual.float(), inputs**0.5 * 4)
     gated, half, small = (
-        Linear(weight.clone(), gated=True, form=WeightForm(kernels, quantization)),
+        FusedLinear(weight.clone(), gated=True, form=WeightForm(kernels, quantization)),
         outputs // 2,
         x / 70,
     )
@@ -331,7 +331,7 @@ def test_rows_that_are_looked_up_are_those_of_the_weight(kernels: KernelLibrary,
 
 
 def test_what_does_not_fit_a_kernel_is_refused(kernels: KernelLibrary) -> None:
-    linear, layer = PackedLinear(kernels, random(8, 6)), Linear(random(8, 6), form=WeightForm(kernels))
+    linear, layer = PackedLinear(kernels, random(8, 6)), FusedLinear(random(8, 6), form=WeightForm(kernels))
     with pytest.raises(ValueError, match=r"kernel takes dense torch.bfloat16 \[2, 6\]"):
         layer(random(2, 7))
     with pytest.raises(ValueError, match="dense"):

@@ -16,11 +16,11 @@ from headstart.model.setup.sizing import (
     apply_threads,
     check_weights_fit,
     device_memory,
-    explain_out_of_memory,
     gpu_budget,
     loaded_weight_bytes,
     measure_gpu_peak_increase,
     measure_torch_gpu_bytes,
+    oom_as_config_error,
     plan_kv_pool,
 )
 
@@ -236,14 +236,14 @@ def test_a_gpu_out_of_memory_is_one_line_with_numbers_and_remedy(error: RuntimeE
         pytest.raises(
             ConfigError, match=r"^out of GPU memory while loading: .*3\.0 GiB of 8\.0 GiB.*; pray$"
         ) as caught,
-        explain_out_of_memory("loading", "pray", gpu(8, 3)),
+        oom_as_config_error("loading", "pray", gpu(8, 3)),
     ):
         raise error
     assert "\n" not in str(caught.value) and ("2.00 GiB" in str(caught.value)) is (error is ONE)
 
 
 def test_other_errors_of_torch_pass() -> None:
-    with pytest.raises(RuntimeError, match="shapes"), explain_out_of_memory("loading", "pray", gpu(8, 3)):
+    with pytest.raises(RuntimeError, match="shapes"), oom_as_config_error("loading", "pray", gpu(8, 3)):
         raise RuntimeError("shapes do not match")
 
 
@@ -296,6 +296,6 @@ def test_numbers_of_a_real_gpu_are_those_that_sizing_expects() -> None:
     assert measure_torch_gpu_bytes("cuda") == held
     with (
         pytest.raises(ConfigError, match=r"GPU memory while trying: .* was free at the start and .* more was needed"),
-        explain_out_of_memory("trying", "pray", found),
+        oom_as_config_error("trying", "pray", found),
     ):
         torch.empty(found.limit + 2**30, dtype=torch.uint8, device="cuda")

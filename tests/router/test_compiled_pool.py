@@ -64,7 +64,7 @@ class Twins:
         for chain in chains:
             near = rng.randrange(len(chain) + 1)
             assert one.num_cached_prefix_blocks(chain, near=near) == other.num_cached_prefix_blocks(chain)
-            assert one.count_held_and_held_prefix(chain) == other.count_held_and_held_prefix(chain)
+            assert one.count_in_use_and_prefix(chain) == other.count_in_use_and_prefix(chain)
             assert all((block in one) == (block in other) for block in chain)
         for num in (1, 3, 70):
             assert one.expected_evicted_reusable_blocks(num) == other.expected_evicted_reusable_blocks(num)
@@ -182,6 +182,6 @@ def test_a_replaced_pool_is_freed_in_slices() -> None:
     index.record_finished(index.record_sent(chain), chain)
     index.clear()
     freed = 0
-    while num := index.dismantle_some(1_000):
+    while num := index.free_discarded_entries(1_000):
         freed += num
     assert freed >= 10_000 and len(index) == 0

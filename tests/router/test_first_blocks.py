@@ -14,7 +14,7 @@ from headstart.core.cache.hashing import BlockHash
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.first_blocks import UNLISTED, FirstBlockTable
-from headstart.router.index.kv_event_index import KVEventIndex
+from headstart.router.index.kv_event_index import ReplicaKVEventIndex
 from headstart.router.router import Router
 from headstart.router.routing_decision import RoutedInFlight
 from headstart.router.routing_request import ReportedTokenUsage
@@ -81,7 +81,7 @@ def test_only_replicas_that_may_have_the_first_block_are_asked() -> None:
 
 def test_an_index_that_was_filled_before_it_was_added_is_asked_only_for_what_it_may_have() -> None:
     router, asked = Router(), list[str]()
-    guess, told = ApproximateIndex(16), KVEventIndex(BLOCK, lambda adapter, domain: ROOT)
+    guess, told = ApproximateIndex(16), ReplicaKVEventIndex(BLOCK, lambda adapter, domain: ROOT)
     guess.record_finished(guess.record_sent(names(1, 2)), names(1, 2))
     tokens = prompt(3, 4).token_ids[: 2 * BLOCK]
     told.apply([BlockStored((BlockHash(b"x"), BlockHash(b"y")), None, tokens, BLOCK)])

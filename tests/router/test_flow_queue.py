@@ -1,4 +1,4 @@
-"""FlowQueue: each tenant gets its share of uncached tokens, whatever it sends; each request is sent once or removed."""
+"""FairQueue: each tenant gets its share of uncached tokens, whatever it sends; each request is sent once or removed."""
 
 from random import Random
 
@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.router.flow_queue import QUANTUM, FlowQueue, WaitingRequest
+from headstart.router.flow_queue import QUANTUM, FairQueue, WaitingRequest
 
 
-def popped(queue: FlowQueue) -> WaitingRequest:
+def popped(queue: FairQueue) -> WaitingRequest:
     found = queue.pop()
     assert found is not None
     return found
@@ -17,7 +17,7 @@ def popped(queue: FlowQueue) -> WaitingRequest:
 
 @given(st.integers(0, 2**32))
 def test_every_request_is_sent_once_unless_it_is_removed(seed: int) -> None:
-    rng, queue = Random(seed), FlowQueue()
+    rng, queue = Random(seed), FairQueue()
     waiting, sent = set[WaitingRequest](), list[WaitingRequest]()
     for _ in range(80):
         act = rng.random()
@@ -38,13 +38,13 @@ def test_every_request_is_sent_once_unless_it_is_removed(seed: int) -> None:
 
 
 def test_in_a_tenant_smaller_priorities_go_first_and_equal_ones_in_order() -> None:
-    queue = FlowQueue()
+    queue = FairQueue()
     later, first, second, urgent = (queue.add("a", priority, 8) for priority in (5, 0, 0, -1))
     assert [popped(queue) for _ in range(4)] == [urgent, first, second, later]
 
 
 def test_a_priority_moves_no_request_past_those_of_another_tenant() -> None:
-    queue = FlowQueue()
+    queue = FairQueue()
     for _ in range(10):
         queue.add("greedy", -100, 100)
     queue.add("modest", 0, 100)
@@ -54,7 +54,7 @@ def test_a_priority_moves_no_request_past_those_of_another_tenant() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_tenants_that_always_wait_get_equal_numbers_of_tokens(seed: int) -> None:
     """One sends many small requests, one few large ones, one both."""
-    rng, queue = Random(seed), FlowQueue()
+    rng, queue = Random(seed), FairQueue()
     costs = {"small": (1, 20), "large": (5_000,), "both": (1, 300, 5_000)}
     sent = dict.fromkeys(costs, 0)
     for tenant, choices in costs.items():
@@ -72,7 +72,7 @@ def test_with_twenty_clients_of_another_tenant_the_median_is_at_most_twice_that_
     own: int, others: int
 ) -> None:
     """A server that computes one request after the other; times are in tokens that it has computed."""
-    queue, clock, times = FlowQueue(), 0, list[int]()
+    queue, clock, times = FairQueue(), 0, list[int]()
     for _ in range(20):
         queue.add("big", 0, others)
     mine, arrived = queue.add("small", 0, own), 0

@@ -18,13 +18,13 @@ from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.measurement.inprocess import requests_from_prompts, run_requests
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.event_sequencer import DueBatches, EventSequencer
-from headstart.router.index.kv_event_index import SILENCE, SPECULATION, SPECULATION_COMPUTED, KVEventIndex
+from headstart.router.index.kv_event_index import SILENCE, SPECULATION, SPECULATION_COMPUTED, ReplicaKVEventIndex
 from headstart.router.routing_request import RoutingPrompt, router_root
 from headstart_lab.runners.null_executor import NullExecutor
 
 
-def new() -> KVEventIndex:
-    return KVEventIndex(BLOCK, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
+def new() -> ReplicaKVEventIndex:
+    return ReplicaKVEventIndex(BLOCK, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
 
 
 def stored(
@@ -153,7 +153,9 @@ def test_expectations_are_bounded() -> None:
 
 
 def test_an_index_that_outgrows_its_bound_starts_anew() -> None:
-    told = KVEventIndex(BLOCK, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain), max_blocks=3)
+    told = ReplicaKVEventIndex(
+        BLOCK, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain), max_blocks=3
+    )
     told.apply([stored("abc", 1, 2, 3)])
     assert told.counts["over_capacity"] == 0
     told.apply([stored("d", 4, parent="c")])
@@ -200,7 +202,7 @@ def run_engine(seed: int, sink: Callable[[list[Event]], None]) -> Engine:
     return engine
 
 
-def take(told: KVEventIndex, batches: list[list[Event]], due: DueBatches) -> None:
+def take(told: ReplicaKVEventIndex, batches: list[list[Event]], due: DueBatches) -> None:
     """Applies what is due: a payload is the number of its batch."""
     if due.void:
         told.clear()
@@ -212,9 +214,9 @@ def engine_names(engine: Engine) -> set[BlockHash]:
     return set(engine.scheduler.pool._entries)
 
 
-def as_the_engine_names() -> KVEventIndex:
+def as_the_engine_names() -> ReplicaKVEventIndex:
     """With the root of an engine, to be compared with it name by name."""
-    return KVEventIndex(BLOCK, lambda adapter, domain: root_hash(b"", adapter=adapter, domain=domain))
+    return ReplicaKVEventIndex(BLOCK, lambda adapter, domain: root_hash(b"", adapter=adapter, domain=domain))
 
 
 @given(st.integers(0, 1000))
@@ -267,7 +269,7 @@ def test_events_lost_for_good_never_make_it_believe_what_is_not_so(seed: int, lo
 
 def test_a_guess_is_kept_beside_what_is_told_and_says_what_goes_next() -> None:
     guess = ApproximateIndex(4)
-    told = KVEventIndex(BLOCK, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain), guess)
+    told = ReplicaKVEventIndex(BLOCK, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain), guess)
     assert new().expected_evicted_reusable_blocks(4) == 0.0
     for _ in range(2):
         hold = told.record_sent(names(1, 2, 3, 4), 0.0)

@@ -10,9 +10,9 @@ from sim.fleets import check_conservation, fleet, profile, requests
 
 from headstart.router.endpoint import Endpoint, ReplicaReport
 from headstart.router.index.approximate_index import ApproximateIndex
-from headstart.router.index.kv_event_index import KVEventIndex
+from headstart.router.index.kv_event_index import ReplicaKVEventIndex
 from headstart.router.load import MAX_AGE
-from headstart.router.policies.cost import COUNTED, CountedPrompt, LeastCostPolicy, PromptBeginnings
+from headstart.router.policies.cost import COUNTED, LeastCostPolicy, PromptBeginnings, PromptHitRecord
 from headstart.router.rate_learner import LEAST_SHARE, OtherRoutersShare
 from headstart.router.router import Router
 from headstart.router.routing_request import RoutingRequest
@@ -147,7 +147,7 @@ def test_an_index_of_events_is_believed() -> None:
         router.add(
             Endpoint(
                 name,
-                KVEventIndex(BLOCK, lambda adapter, domain: ROOT, ApproximateIndex(64)),
+                ReplicaKVEventIndex(BLOCK, lambda adapter, domain: ROOT, ApproximateIndex(64)),
                 block_size=BLOCK,
                 prior=RATES,
             )
@@ -164,7 +164,7 @@ def test_an_index_of_events_is_believed() -> None:
 def test_the_beginning_that_counts_is_the_shortest_that_one_replica_can_serve() -> None:
     known = PromptBeginnings()
     for chat in range(40):
-        known.count_prompt(CountedPrompt(prompt(1, 2 + chat, tail=0).block_hashes(BLOCK), 8, 4))
+        known.count_prompt(PromptHitRecord(prompt(1, 2 + chat, tail=0).block_hashes(BLOCK), 8, 4))
     shared, longer = prompt(1, 2, tail=0).block_hashes(BLOCK)
     new = prompt(7, tail=0).block_hashes(BLOCK)[0]
     assert known.affinity_key([new, longer], 4) == new
@@ -181,7 +181,7 @@ def test_a_busy_chat_has_one_home_however_long_it_becomes() -> None:
         block_hashes = prompt(*range(turn), tail=0).block_hashes(BLOCK)
         hashes = [block_hashes[(1 << power) - 1] for power in range(turn.bit_length())]
         keys.add(known.affinity_key(hashes, 8))
-        known.count_prompt(CountedPrompt(hashes, BLOCK * turn, 0))
+        known.count_prompt(PromptHitRecord(hashes, BLOCK * turn, 0))
     assert keys == {prompt(0, tail=0).block_hashes(BLOCK)[0]}
 
 
@@ -189,9 +189,9 @@ def test_a_busy_chat_has_one_home_however_long_it_becomes() -> None:
 def test_requests_of_long_ago_are_forgotten(count: int) -> None:
     known, (old, new) = PromptBeginnings(), (prompt(block, tail=0).block_hashes(BLOCK)[0] for block in (1, 2))
     for _ in range(10):
-        known.count_prompt(CountedPrompt([old], 4, 4))
+        known.count_prompt(PromptHitRecord([old], 4, 4))
     for _ in range(count):
-        known.count_prompt(CountedPrompt([new], 4, 0))
+        known.count_prompt(PromptHitRecord([new], 4, 0))
     assert (known.hit_token_share > 0) == (count <= 2 * COUNTED - 10)
 
 

@@ -12,8 +12,8 @@ from headstart.core.errors import NoReplicaError
 from headstart.router.decision_log import DecisionRecord
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
-from headstart.router.index.cached_tokens import learn_reported_cached_blocks
-from headstart.router.index.kv_event_index import SILENCE, KVEventIndex
+from headstart.router.index.cached_tokens import count_reported_cached_blocks
+from headstart.router.index.kv_event_index import SILENCE, ReplicaKVEventIndex
 from headstart.router.policies.policy_table import make_policy, policy_names
 from headstart.router.policies.rendezvous import rank_by_key
 from headstart.router.router import Router
@@ -208,7 +208,7 @@ def test_events_of_no_use_are_given_up_for_guesses() -> None:
     router = Router()
     router.add(Endpoint("r0", new(), block_size=BLOCK))
     for number in range(SILENCE):
-        assert isinstance(router.endpoints["r0"].index, KVEventIndex)
+        assert isinstance(router.endpoints["r0"].index, ReplicaKVEventIndex)
         serve(router, ask(number))
     assert router.num_blind == 1
     serve(router, ask(7, 8))
@@ -217,7 +217,7 @@ def test_events_of_no_use_are_given_up_for_guesses() -> None:
 
 def test_what_was_guessed_meanwhile_is_what_is_left() -> None:
     guess = ApproximateIndex(64)
-    told = KVEventIndex(BLOCK, new()._root, guess)
+    told = ReplicaKVEventIndex(BLOCK, new()._root, guess)
     router = Router()
     router.add(Endpoint("r0", told, block_size=BLOCK))
     for number in range(SILENCE):
@@ -244,7 +244,7 @@ def text_ask(*blocks: int) -> RoutingRequest:
 def precise_fleet(count: int = 1) -> Router:
     router = Router()
     for index in range(count):
-        told = KVEventIndex(BLOCK, new()._root, ApproximateIndex(64))
+        told = ReplicaKVEventIndex(BLOCK, new()._root, ApproximateIndex(64))
         router.add(Endpoint(f"r{index}", told, block_size=BLOCK, prior=RATES))
     return router
 
@@ -255,7 +255,7 @@ def test_a_prompt_that_is_not_exact_is_matched_by_what_was_sent_where_events_are
     again = router.pick(text_ask(*range(8)), 100.0)
     assert again.endpoint is first.endpoint and again.candidate.hit_tokens == 8 * BLOCK
     told = first.endpoint.index
-    assert isinstance(told, KVEventIndex) and len(told) == 0
+    assert isinstance(told, ReplicaKVEventIndex) and len(told) == 0
     told.apply([stored("ab", 1, 2)])
     assert router.pick(ask(1, 2, 3), 100.0).candidate.hit_tokens == 2 * BLOCK, "exact prompts go by events all the same"
 
@@ -264,7 +264,7 @@ def test_prompts_that_are_not_exact_are_no_sign_of_silent_events() -> None:
     router = precise_fleet()
     for number in range(2 * SILENCE):
         serve(router, text_ask(number), cached=0)
-    assert router.num_blind == 0 and isinstance(router.endpoints["r0"].index, KVEventIndex)
+    assert router.num_blind == 0 and isinstance(router.endpoints["r0"].index, ReplicaKVEventIndex)
 
 
 def test_what_is_reported_of_a_prompt_that_is_not_exact_corrects_the_guess() -> None:
@@ -272,7 +272,7 @@ def test_what_is_reported_of_a_prompt_that_is_not_exact_corrects_the_guess() -> 
     for _ in range(2):  # believed to be there the second time, and it was not
         serve(router, text_ask(*range(8)), cached=0)
     told = router.endpoints["r0"].index
-    assert isinstance(told, KVEventIndex) and isinstance(told.guess, ApproximateIndex)
+    assert isinstance(told, ReplicaKVEventIndex) and isinstance(told.guess, ApproximateIndex)
     assert told.guess.num_flushes + told.guess.num_trims == 1
 
 
@@ -284,7 +284,7 @@ def test_a_replica_that_counts_another_number_of_tokens_is_guessed_at_for_prompt
     pick = router.record_sent(pick, 0.0)
     router.record_finished(pick, 1.0, ReportedTokenUsage(40, 0))  # 33 as the router counts
     told = router.endpoints["r0"].index
-    assert isinstance(told, KVEventIndex)
+    assert isinstance(told, ReplicaKVEventIndex)
     told.apply([stored("ab", 21, 22)])  # what the replica computed in fact
     late = 100.0  # speculation is over
     assert router.pick(chat, late).candidate.hit_tokens == 8 * BLOCK
@@ -298,7 +298,7 @@ def test_a_prompt_with_an_image_says_nothing_of_how_a_replica_counts_others() ->
     chat = RoutingRequest(prompt(*range(8)), form="chat", has_parts=True)
     router.record_finished(router.record_sent(router.pick(chat, 0.0), 0.0), 1.0, ReportedTokenUsage(1000, 0))
     told = router.endpoints["r0"].index
-    assert isinstance(told, KVEventIndex)
+    assert isinstance(told, ReplicaKVEventIndex)
     told.apply([stored("ab", 0, 1)])
     for has_parts in (False, True):  # both go by events
         asked = RoutingRequest(prompt(*range(8)), form="chat", has_parts=has_parts)
@@ -310,7 +310,7 @@ def test_a_prompt_with_an_image_says_nothing_of_how_a_replica_counts_others() ->
 
 def blocks(cached: int, *, expected: int, total: int = 41, one: Endpoint | None = None, exact: bool = True) -> int:
     prompt = RoutingPrompt(range(total), ask(1).prompt._root, exact=exact)
-    return learn_reported_cached_blocks(
+    return count_reported_cached_blocks(
         one or endpoint("r0"), prompt, ReportedTokenUsage(total if exact else 2 * total, cached), expected
     )
 

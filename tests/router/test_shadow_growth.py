@@ -137,11 +137,11 @@ def test_a_cache_that_is_emptied_frees_its_pool_a_slice_at_a_time(empty: Callabl
         shadow._forget_flush()  # else a flush by a report keeps its pool until it is settled
         assert len(shadow) <= 4 and shadow.estimated_capacity == NUM_BLOCKS
         assert all(shadow.num_cached_prefix_blocks(names(4 * number)) == 0 for number in range(NUM_BLOCKS // 4 - 1))
-    left = first.dismantle_some(ALL)
+    left = first.free_discarded_entries(ALL)
     assert left > 2 * NUM_BLOCKS, "emptying it has freed next to nothing"
-    assert first.dismantle_some(ALL) == 0
+    assert first.free_discarded_entries(ALL) == 0
     serve(second, names(7, 8))
-    after_one = left - second.dismantle_some(ALL)
+    after_one = left - second.free_discarded_entries(ALL)
     assert 0 < after_one <= 2 * (FREED + 2 * FREED_PER_BLOCK)
 
 
@@ -154,7 +154,7 @@ def test_what_is_left_of_former_pools_never_adds_up() -> None:
             hold = shadow.record_sent(names(*range(4 * number, 4 * number + 4)))
             shadow.record_finished(hold, hold.block_hashes)
     shadow.clear()
-    most = shadow.dismantle_some(ALL)
+    most = shadow.free_discarded_entries(ALL)
     assert most <= 16 * NUM_BLOCKS, "one pool, and nothing of those before"
 
 
@@ -169,6 +169,6 @@ def test_told_contents_are_cleared_at_once_and_freed_with_the_events_that_follow
     told.check()
     told.apply([stored("a", 1)])
     assert told.num_cached_prefix_blocks(names(1), 0.0) == 1
-    left = told.dismantle_some(ALL)
+    left = told.free_discarded_entries(ALL)
     assert 0 < left == 3 * 5_000 - FREED_PER_EVENT, "handles, names and the blocks before them, less one slice"
-    assert told.dismantle_some(ALL) == 0 and told.num_cached_prefix_blocks(names(1), 0.0) == 1
+    assert told.free_discarded_entries(ALL) == 0 and told.num_cached_prefix_blocks(names(1), 0.0) == 1

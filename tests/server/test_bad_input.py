@@ -306,7 +306,7 @@ def test_a_body_without_room_waits_until_others_were_worked_on() -> None:
             await asyncio.sleep(0)
             return {"type": "http.request", "body": pieces.pop(), "more_body": bool(pieces)}
 
-        async with reader.hold_body(Request({"type": "http", "headers": []}, receive)) as data:
+        async with reader.read_and_hold_body(Request({"type": "http", "headers": []}, receive)) as data:
             async with at_once:
                 most = max(most, reader.total_held_bytes)
                 await asyncio.sleep(0.01)

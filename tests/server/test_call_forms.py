@@ -123,4 +123,4 @@ def test_a_function_that_is_called_as_a_tool_of_another_type_is_refused() -> Non
     tools = [{"type": "shell"}, {"type": "function", "name": "shell"}]
     values = {"input": "Go", "tools": tools}
     with pytest.raises(Exception, match="tools contains 'shell' twice"):
-        responses_to_chat_request(parse_responses(values, BOUNDS), values).parse_chat_body(BOUNDS)
+        responses_to_chat_request(parse_responses(values, BOUNDS), values).to_chat_body(BOUNDS)

@@ -121,7 +121,7 @@ def test_a_call_alone_is_the_same_in_all_three_apis() -> None:
         {"type": "function_call_output", "call_id": "c1", "output": "7"},
     ]
     fields = parse_responses({"input": items}, bounds)
-    responses = responses_to_chat_request(fields, {"input": items}).parse_chat_body(bounds).messages
+    responses = responses_to_chat_request(fields, {"input": items}).to_chat_body(bounds).messages
     blocks = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "f", "input": {}}]},
@@ -129,7 +129,7 @@ def test_a_call_alone_is_the_same_in_all_three_apis() -> None:
     ]
     anthropic = (
         translate_messages_body(MessagesRequest, {"messages": blocks, "max_tokens": 1}, bounds)
-        .chat.parse_chat_body(bounds)
+        .chat.to_chat_body(bounds)
         .messages
     )
     assert chat == responses == anthropic
@@ -142,14 +142,14 @@ def test_results_of_several_parts_are_the_same_in_all_three_apis() -> None:
         {"type": "function_call_output", "call_id": "c1", "output": [{**part, "type": "input_text"} for part in PARTS]},
     ]
     fields = parse_responses({"input": items}, bounds)
-    responses = responses_to_chat_request(fields, {"input": items}).parse_chat_body(bounds).messages
+    responses = responses_to_chat_request(fields, {"input": items}).to_chat_body(bounds).messages
     blocks = [
         {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "f", "input": {}}]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": PARTS}]},
     ]
     anthropic = (
         translate_messages_body(MessagesRequest, {"messages": blocks, "max_tokens": 1}, bounds)
-        .chat.parse_chat_body(bounds)
+        .chat.to_chat_body(bounds)
         .messages
     )
     assert responses[-1]["content"] == anthropic[-1]["content"] == "onetwo three"

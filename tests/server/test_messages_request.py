@@ -41,7 +41,7 @@ def chat(**values: Any) -> Json:
 
 def refusal(**values: Any) -> InvalidRequestError:
     with pytest.raises(InvalidRequestError) as caught:
-        translate_messages_body(MessagesRequest, body(**values), BOUNDS).chat.parse_chat_body(BOUNDS)
+        translate_messages_body(MessagesRequest, body(**values), BOUNDS).chat.to_chat_body(BOUNDS)
     return caught.value
 
 
@@ -122,7 +122,7 @@ def test_options_have_their_meaning_in_a_chat() -> None:
     ],
 )
 def test_the_longest_lifetime_of_a_breakpoint_is_a_retention_hint(values: dict[str, Any], ttl: float) -> None:
-    params = translate_messages_body(MessagesRequest, body(**values), BOUNDS).chat.parse_chat_body(BOUNDS).params
+    params = translate_messages_body(MessagesRequest, body(**values), BOUNDS).chat.to_chat_body(BOUNDS).params
     assert params.retention == (RetentionHint(75, ttl) if ttl else RetentionHint())
 
 
@@ -162,7 +162,7 @@ def test_an_error_names_the_field_that_the_client_sent(values: dict[str, Any], p
 def marked(tokenizer: Tokenizer, **values: Any) -> tuple[int, str, str]:
     """The number of marked tokens, the text that they are, and the text behind."""
     read = translate_messages_body(MessagesRequest, body(**values), BOUNDS)
-    prompt = encode_chat(read.chat.parse_chat_body(BOUNDS), tokenizer, BOUNDS)
+    prompt = encode_chat(read.chat.to_chat_body(BOUNDS), tokenizer, BOUNDS)
     number = num_tokens_to_cache_breakpoint(read, prompt, tokenizer, BOUNDS)
     return number, tokenizer.decode(prompt[:number]), tokenizer.decode(prompt[number:])
 

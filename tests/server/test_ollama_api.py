@@ -31,7 +31,7 @@ def test_options_are_fields_of_the_chat_and_those_about_speed_are_ignored() -> N
     options = {"num_predict": 5, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 1, "stop": ["a"]}
     ignored = {"num_ctx": 64, "num_gpu": 1, "num_thread": 2, "use_mmap": True, "mirostat": 0, "typical_p": 1.0}
     body = {**HELLO, "options": {**options, "repeat_penalty": 1.1, **ignored}, "keep_alive": -1, "truncate": True}
-    params = translate_chat_body(body, BOUNDS).parse_chat_body(BOUNDS).params
+    params = translate_chat_body(body, BOUNDS).to_chat_body(BOUNDS).params
     sampling = params.sampling
     assert params.max_tokens == 5 and params.stop == ("a",) and params.stream
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 3, 0.9, 0.1)
@@ -42,7 +42,7 @@ def test_options_are_fields_of_the_chat_and_those_about_speed_are_ignored() -> N
 def test_no_limit_is_what_the_context_holds(number: int) -> None:
     assert (
         translate_chat_body({**HELLO, "options": {"num_predict": number}}, BOUNDS)
-        .parse_chat_body(BOUNDS)
+        .to_chat_body(BOUNDS)
         .params.max_tokens
         is None
     )
@@ -63,7 +63,7 @@ def test_outputs_of_tools_belong_to_the_calls_of_their_names() -> None:
         {"role": "tool", "tool_name": "two", "content": "2"},
         {"role": "tool", "content": "1"},
     ]
-    messages = translate_chat_body({"messages": history}, BOUNDS).parse_chat_body(BOUNDS).messages
+    messages = translate_chat_body({"messages": history}, BOUNDS).to_chat_body(BOUNDS).messages
     ids = [call["id"] for call in messages[1]["tool_calls"]]
     assert [message["tool_call_id"] for message in messages[2:]] == [ids[1], ids[0]]
     assert messages[1]["reasoning_content"] == "Hm." and messages[1]["tool_calls"][0]["function"]["arguments"] == {
@@ -89,7 +89,7 @@ def test_outputs_of_tools_belong_to_the_calls_of_their_names() -> None:
 )
 def test_what_is_refused_is_named_in_ollamas_words(body: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        translate_chat_body(body, BOUNDS).parse_chat_body(BOUNDS)
+        translate_chat_body(body, BOUNDS).to_chat_body(BOUNDS)
     assert caught.value.param is not None and caught.value.param.startswith(param)
     assert str(caught.value).startswith(param)
 
@@ -102,11 +102,11 @@ def test_images_are_placeholders_that_are_named_or_refused_by_the_option(images:
     ]
     for read, body, param in bodies:
         bounds = replace(BOUNDS, skipped=SkippedNames())
-        (message,) = read(body, bounds).parse_chat_body(bounds).messages
+        (message,) = read(body, bounds).to_chat_body(bounds).messages
         assert message["content"].startswith("Look") and message["content"].count("[image: ") == len(images)
         assert bounds.skipped.counts() == (("part.image", len(images)),)
         with pytest.raises(InvalidRequestError, match="--unreadable-parts") as caught:
-            read(body, BOUNDS).parse_chat_body(replace(BOUNDS, unreadable_parts=REFUSE))
+            read(body, BOUNDS).to_chat_body(replace(BOUNDS, unreadable_parts=REFUSE))
         assert caught.value.param.startswith(param)
     with pytest.raises(InvalidRequestError, match="images"):
         translate_generate_body({"prompt": "a", "images": ["x"], "raw": True}, BOUNDS)
@@ -123,7 +123,7 @@ def test_a_call_that_num_predict_cut_keeps_its_arguments() -> None:
 
 def test_as_many_tools_and_calls_are_legal_as_in_chats() -> None:
     tools = [{"type": "function", "function": {"name": f"tool.{number}"}} for number in range(150)]
-    assert len(translate_chat_body({**HELLO, "tools": tools}, BOUNDS).parse_chat_body(BOUNDS).params.tools.tools) == 150
+    assert len(translate_chat_body({**HELLO, "tools": tools}, BOUNDS).to_chat_body(BOUNDS).params.tools.tools) == 150
 
 
 @pytest.mark.parametrize("name", ["context", "suffix", "template"])

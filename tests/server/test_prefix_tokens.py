@@ -7,7 +7,7 @@ from tokenizer_folders import BYTE_LEVEL, KINDS, METASPACE, write
 
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import RequestBounds
-from headstart.openai.prefix_tokens import chat_prefix_tokens, shared_text_prefix_tokens
+from headstart.openai.prefix_tokens import chat_prefix_tokens, tokens_shared_by_continuations
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 BOUNDS = RequestBounds(vocab_size=600, max_model_len=512, eos_token_ids=())
@@ -41,7 +41,7 @@ FOLDING = (
 @pytest.mark.parametrize("text", [TEXT, TEXT + "ru", TEXT.strip(), TEXT + "\n", TEXT + "7", "é", "the living room:  "])
 def test_every_prompt_that_begins_with_the_text_begins_with_its_tokens(tmp_path: Path, kind: str, text: str) -> None:
     tokenizer = Tokenizer.from_folder(write(tmp_path / "model", kind))
-    shared = shared_text_prefix_tokens(text, tokenizer, BOUNDS)
+    shared = tokens_shared_by_continuations(text, tokenizer, BOUNDS)
     for more in REAL:
         assert tokenizer.encode(text + more)[: len(shared)] == shared, more
     assert len(shared) >= len(tokenizer.encode(text)) - 4
@@ -49,14 +49,14 @@ def test_every_prompt_that_begins_with_the_text_begins_with_its_tokens(tmp_path:
 
 def test_a_blank_at_the_end_belongs_to_the_next_word(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(write(tmp_path / "model", BYTE_LEVEL))
-    naive, shared = tokenizer.encode(TEXT), shared_text_prefix_tokens(TEXT, tokenizer, BOUNDS)
+    naive, shared = tokenizer.encode(TEXT), tokens_shared_by_continuations(TEXT, tokenizer, BOUNDS)
     assert tokenizer.encode(TEXT + "runs")[: len(naive)] != naive  # what pinning the plain encoding would lose
     assert shared == naive[:-1]
 
 
 def test_the_token_before_every_text_is_part_of_it(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(write(tmp_path / "model", METASPACE))
-    assert shared_text_prefix_tokens(TEXT, tokenizer, BOUNDS)[0] == tokenizer.backend.token_to_id("<s>")
+    assert tokens_shared_by_continuations(TEXT, tokenizer, BOUNDS)[0] == tokenizer.backend.token_to_id("<s>")
 
 
 @pytest.mark.parametrize("template", [None, FOLDING])
@@ -102,4 +102,4 @@ def test_a_system_message_that_the_template_refuses_there_is_pinned_as_it_is_ren
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(write(tmp_path / "model", BYTE_LEVEL))
     with pytest.raises(InvalidRequestError, match="characters"):
-        shared_text_prefix_tokens("a" * 1_000_000, tokenizer, BOUNDS)
+        tokens_shared_by_continuations("a" * 1_000_000, tokenizer, BOUNDS)

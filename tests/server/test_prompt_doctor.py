@@ -42,7 +42,9 @@ async def ask(
 ) -> None:
     sent = messages(front)
     num_tokens = tokens_of(sent)
-    entry = doctor.window_entry(RequestOrigin("id", tenant=tenant, domain=tenant.encode()), salt, sent, (), num_tokens)
+    entry = doctor.build_window_entry(
+        RequestOrigin("id", tenant=tenant, domain=tenant.encode()), salt, sent, (), num_tokens
+    )
     assert entry is not None
     doctor.remember_prompt(entry)
     doctor.examine_finished(tenant, entry, PromptTokenBreakdown(shared=cached, computed=num_tokens - cached), evicted)
@@ -134,7 +136,8 @@ def test_cpu_time_is_bounded_by_its_share() -> None:
 
 def test_without_a_share_nothing_is_kept() -> None:
     assert (
-        AvoidableTextEstimator(0.0, lambda: 1e9).window_entry(RequestOrigin("id"), None, messages(""), (), 100) is None
+        AvoidableTextEstimator(0.0, lambda: 1e9).build_window_entry(RequestOrigin("id"), None, messages(""), (), 100)
+        is None
     )
 
 
@@ -164,7 +167,7 @@ def test_a_prompt_is_charged_what_it_holds_in_memory() -> None:
         tracemalloc.start()
         values: list[Any] = json.loads(text)
         doctor = AvoidableTextEstimator(1.0, lambda: 0.0)
-        entry = doctor.window_entry(RequestOrigin("id"), None, *values, 1)
+        entry = doctor.build_window_entry(RequestOrigin("id"), None, *values, 1)
         assert entry is not None and (not sent or entry.piece_hashes is not None)
         del values
         gc.collect()
@@ -172,7 +175,7 @@ def test_a_prompt_is_charged_what_it_holds_in_memory() -> None:
         tracemalloc.stop()
         assert 0.3 * entry.num_bytes < held <= 1.05 * entry.num_bytes, text[:60]
     assert (
-        doctor.window_entry(RequestOrigin("id"), None, [{**thought, "reasoning_content": "c" * (2 << 20)}], (), 1)
+        doctor.build_window_entry(RequestOrigin("id"), None, [{**thought, "reasoning_content": "c" * (2 << 20)}], (), 1)
         is None
     )
 

@@ -24,7 +24,7 @@ def chat(history: list[Json] | None = None, **values: Any) -> Json:
 def refusal(**values: Any) -> InvalidRequestError:
     with pytest.raises(InvalidRequestError) as caught:
         fields = parse_responses(values, BOUNDS)
-        responses_to_chat_request(fields, values).parse_chat_body(BOUNDS)
+        responses_to_chat_request(fields, values).to_chat_body(BOUNDS)
     return caught.value
 
 
@@ -88,7 +88,7 @@ def test_options_have_their_meaning_in_a_chat() -> None:
 def test_a_choice_among_some_tools_is_that_of_a_chat() -> None:
     fields = parse_responses({"input": "x", **ALLOWED}, BOUNDS)
     assert fields.tool_choice == CHOICE
-    tools = responses_to_chat_request(fields, {"input": "x", **ALLOWED}).parse_chat_body(BOUNDS).params.tools
+    tools = responses_to_chat_request(fields, {"input": "x", **ALLOWED}).to_chat_body(BOUNDS).params.tools
     assert tools is not None and [tool.name for tool in tools.callable_tools] == ["f"]
     assert tools.choice.mode == "required" and len(tools.definitions) == 2
 
@@ -157,6 +157,6 @@ def test_an_error_names_the_field_that_the_client_sent(values: dict[str, Any], p
 def test_what_changes_no_answer_is_accepted(values: dict[str, Any]) -> None:
     sent = {"input": "x", **values}
     assert (
-        responses_to_chat_request(parse_responses(sent, BOUNDS), sent).parse_chat_body(BOUNDS).messages[0]["content"]
+        responses_to_chat_request(parse_responses(sent, BOUNDS), sent).to_chat_body(BOUNDS).messages[0]["content"]
         == "x"
     )

@@ -29,7 +29,7 @@ def naive_held(text: str, stops: list[str]) -> int:
 def test_search_and_holding_back_are_those_of_a_naive_search(pieces: list[str], stops: list[str]) -> None:
     search, text = StopStringSearch(StopStringAutomata(stops)), ""
     for piece in pieces:
-        match = search.search_piece(piece)
+        match = search.feed_and_find_match(piece)
         text += piece
         assert match == naive(text, stops)
         if match is not None:
@@ -40,12 +40,12 @@ def test_search_and_holding_back_are_those_of_a_naive_search(pieces: list[str], 
 @given(before=st.text("ab", max_size=8), after=st.text("ab", max_size=8), stop=st.text("ab", min_size=1, max_size=4))
 def test_a_match_that_ends_while_unarmed_is_passed_over(before: str, after: str, stop: str) -> None:
     search = StopStringSearch(StopStringAutomata([stop]))
-    assert search.search_piece(before, armed=False) is None
+    assert search.feed_and_find_match(before, armed=False) is None
     ends = [end for end in range(len(before) + 1, len(before + after) + 1) if (before + after)[:end].endswith(stop)]
-    match = search.search_piece(after)
+    match = search.feed_and_find_match(after)
     assert (match and match.end) == (ends[0] if ends else None)
 
 
 def test_without_stop_strings_nothing_is_held_back() -> None:
     search = StopStringSearch(StopStringAutomata([]))
-    assert search.search_piece("anything") is None and search.num_held == 0
+    assert search.feed_and_find_match("anything") is None and search.num_held == 0

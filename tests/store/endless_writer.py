@@ -46,8 +46,8 @@ def content_of(name: bytes, num_bytes: int) -> bytes:
 
 def main(folder: str, seed: int, block_bytes: int, max_bytes: int, max_blocks: int) -> None:
     store = DiskStore(Path(folder), shape_of(block_bytes), max_bytes)
-    store.set_block_source(lambda block, version: content_of(name_of(seed, block), block_bytes))
-    store.set_pinned([name_of(seed, index) for index in range(NUM_KEPT)])
+    store.start_writing_from(lambda block, version: content_of(name_of(seed, block), block_bytes))
+    store.set_pinned_blocks([name_of(seed, index) for index in range(NUM_KEPT)])
     os.write(1, b"ready\n")
     waiting: deque[tuple[int, BlockHash]] = deque()
     index = num_evicted = 0

@@ -173,10 +173,10 @@ def test_every_copy_of_what_was_discarded_is_marked(folder: Path) -> None:
 
 def test_a_discard_that_fails_is_told_but_holds_here(folder: Path) -> None:
     class ReadOnly(FileSystemCalls):
-        def open_own_file(self, path: Path, *, to_write: bool = False) -> int:
+        def open_owned_regular_file(self, path: Path, *, to_write: bool = False) -> int:
             if to_write:
                 raise OSError(errno.EROFS, "read-only")
-            return super().open_own_file(path)
+            return super().open_owned_regular_file(path)
 
     fill(folder, chain(3))
     catalog = opened(folder, files=ReadOnly())
@@ -318,10 +318,10 @@ def test_too_many_open_files_loses_no_segment(folder: Path) -> None:
     class Starved(FileSystemCalls):
         is_starved = True
 
-        def open_own_file(self, path: Path, *, to_write: bool = False) -> int:
+        def open_owned_regular_file(self, path: Path, *, to_write: bool = False) -> int:
             if self.is_starved:
                 raise OSError(errno.EMFILE, "too many open files")
-            return super().open_own_file(path, to_write=to_write)
+            return super().open_owned_regular_file(path, to_write=to_write)
 
     fill(folder, chain(3))
     files = Starved()

@@ -11,7 +11,7 @@ from stored import until
 
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.cache.block_store import BlockStore
-from headstart.store.disk import DiskStore, TierStore
+from headstart.store.disk import DiskStore, SingleTierStore
 from headstart.store.format import StoredBlockFormat
 from headstart.store.tiers.chained_store import ChainedStore
 
@@ -107,7 +107,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 def two_tiers(folder: Path, server: RedisServer) -> ChainedStore:
     redis_tier = pytest.importorskip("headstart.store.tiers.redis_tier")
     tier = redis_tier.RedisTier(server.url, None, SHAPE, SECRET, 600)
-    return ChainedStore([DiskStore(folder, SHAPE, 64 << 20), TierStore(tier, SHAPE.block_bytes)])
+    return ChainedStore([DiskStore(folder, SHAPE, 64 << 20), SingleTierStore(tier, SHAPE.block_bytes)])
 
 
 @pytest.mark.usefixtures("patient_store")

@@ -367,10 +367,10 @@ def test_an_unreadable_file_is_counted_and_the_others_are_served(folder: Folder,
     first = folder.first
 
     class Unreadable(Watched):
-        def open_own_file(self, path: Path, *, to_write: bool = False) -> int:
+        def open_owned_regular_file(self, path: Path, *, to_write: bool = False) -> int:
             if path == first:
                 raise OSError(error, os.strerror(error))
-            return super().open_own_file(path, to_write=to_write)
+            return super().open_owned_regular_file(path, to_write=to_write)
 
     catalog = opened(folder.path, files=Unreadable())
     assert catalog.skipped_by_reason["unreadable"] == 1

@@ -51,7 +51,7 @@ def opened(tmp_path: Path, pool: Pool) -> Iterator[Open]:
 
     def opens(**options: object) -> DiskStore:
         store = DiskStore(tmp_path / "kv", SHAPE, MAX_BYTES, **options)  # type: ignore[arg-type]
-        store.set_block_source(pool)
+        store.start_writing_from(pool)
         made.append(store)
         return store
 
@@ -165,7 +165,7 @@ def test_nothing_is_written_before_there_is_a_source(tmp_path: Path, pool: Pool)
     store = DiskStore(tmp_path, SHAPE, MAX_BYTES)
     pool.offer(store, 1)
     assert store.stats().num_pending == 1
-    store.set_block_source(pool)
+    store.start_writing_from(pool)
     assert written(store, 1)
     store.close()
 
@@ -189,7 +189,7 @@ def test_what_was_pending_when_it_was_distrusted_is_not_written(tmp_path: Path, 
     store = DiskStore(tmp_path, SHAPE, MAX_BYTES)
     pool.offer(store, 1, 2)
     store.discard_corrupt(names(1))
-    store.set_block_source(pool)
+    store.start_writing_from(pool)
     assert written(store, 2) and settled(store) and not store.contains(name(1)) and pool.asked == [2]
     store.close()
 
@@ -336,7 +336,7 @@ def test_a_closed_store_ends_its_loads_and_takes_nothing_more(
     ]
     pool.offer(store, 2)
     store.mark_used(names(1))
-    store.set_pinned(names(1))
+    store.set_pinned_blocks(names(1))
     store.discard_corrupt(names(2))
     store.clear()
     store.wait_for_any_load(0.0)
@@ -400,7 +400,7 @@ def test_closing_ends_within_the_seconds_it_is_given(opened: Open, pool: Pool, m
 
 def test_a_store_that_is_dropped_ends_its_threads(tmp_path: Path, pool: Pool) -> None:
     store = DiskStore(tmp_path, SHAPE, MAX_BYTES)
-    store.set_block_source(pool)
+    store.start_writing_from(pool)
     pool.offer(store, 1)
     ours = store._finalizer.peek()[2][3]  # type: ignore[index]
     del store
@@ -412,7 +412,7 @@ def test_an_interpreter_that_ends_without_closing_writes_first_and_does_not_hang
     script = (
         "from pathlib import Path\nfrom headstart.store.disk import DiskStore\nfrom stored import *\n"
         "import patience\npatience.prefer_the_store(setattr)\n"
-        f"store = DiskStore(Path({str(tmp_path)!r}), SHAPE, MAX_BYTES)\nstore.set_block_source(Pool())\n"
+        f"store = DiskStore(Path({str(tmp_path)!r}), SHAPE, MAX_BYTES)\nstore.start_writing_from(Pool())\n"
         "Pool().offer(store, 1, 2)\n"
     )
     done = subprocess.run(
@@ -434,9 +434,9 @@ def test_a_size_that_holds_no_block_is_refused(tmp_path: Path, size: int) -> Non
 
 def test_pinned_blocks_stay_when_the_store_is_far_too_small_for_the_rest(tmp_path: Path, pool: Pool) -> None:
     store = DiskStore(tmp_path, SHAPE, 64 * BLOCK_BYTES)
-    store.set_block_source(pool)
+    store.start_writing_from(pool)
     kept = list[BlockHash](names(1, 2, 3))
-    store.set_pinned(iter(kept))
+    store.set_pinned_blocks(iter(kept))
     pool.offer(store, 1, 2, 3)
     for first in range(10, 400, 20):
         pool.offer(store, *range(first, first + 20))

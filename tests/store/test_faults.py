@@ -48,7 +48,7 @@ class Sick:
     def __init__(self, folder: Path, files: Disk | None = None) -> None:
         self.files, self.clock, self.pool = files or Disk(), Clock(), Pool()
         self.store = DiskStore(folder, SHAPE, MAX_BYTES, files=self.files, clock=self.clock)
-        self.store.set_block_source(self.pool)
+        self.store.start_writing_from(self.pool)
 
     def use(self, first: int, num: int) -> None:
         """Offers and loads while the disk may fail: whatever comes back is right."""
@@ -158,7 +158,7 @@ class Replica:
     def __init__(self, folder: Path, tag: str, max_bytes: int, offered: dict[BlockHash, set[bytes]]) -> None:
         self.files, self.clock = Disk(), Clock()
         self.store = DiskStore(folder, SHAPE, max_bytes, files=self.files, clock=self.clock)
-        self.store.set_block_source(self.read)
+        self.store.start_writing_from(self.read)
         self.tag, self.offered = tag, offered
         self.own: dict[BlockHash, set[bytes]] = defaultdict(set)
         self.bad: dict[BlockHash, set[bytes]] = defaultdict(set)  # what must not come back to this one
@@ -225,7 +225,7 @@ def act(replica: Replica, rng: Random, may_forget: bool) -> None:
         case 5:
             replica.store.clear()
         case 6:
-            replica.store.set_pinned(names(*run[:2]))
+            replica.store.set_pinned_blocks(names(*run[:2]))
         case 7:
             replica.files.fail(rng.choice(ERRORS), rng.randrange(1, 9), rng.choice([9, 30]), calls=WRITING + READING)
         case _:

@@ -111,14 +111,14 @@ def test_links_pipes_and_folders_are_not_opened(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError):
-        files.open_own_file(tmp_path / "link")
+        files.open_owned_regular_file(tmp_path / "link")
     for name in ("pipe", "folder"):
         with pytest.raises(UnsafeFileError):
-            files.open_own_file(tmp_path / name)
+            files.open_owned_regular_file(tmp_path / name)
     num_open = len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
     for _ in range(3):
         with pytest.raises(UnsafeFileError):
-            files.open_own_file(tmp_path / "pipe")
+            files.open_owned_regular_file(tmp_path / "pipe")
     assert not num_open or len(os.listdir("/proc/self/fd")) == num_open  # none is left open
 
 
@@ -134,10 +134,10 @@ def test_a_file_is_listed_by_what_it_takes_on_the_disk(tmp_path: Path) -> None:
 
 def test_one_at_a_time_has_the_lock(tmp_path: Path) -> None:
     files = FileSystemCalls()
-    first = files.try_lock(tmp_path / "lock")
-    assert first is not None and files.try_lock(tmp_path / "lock") is None
+    first = files.try_open_locked(tmp_path / "lock")
+    assert first is not None and files.try_open_locked(tmp_path / "lock") is None
     files.close(first)
-    again = files.try_lock(tmp_path / "lock")
+    again = files.try_open_locked(tmp_path / "lock")
     assert again is not None
     files.close(again)
 

@@ -7,7 +7,7 @@ import pytest
 from stored import BLOCK_BYTES, Clock, keys, until
 
 from headstart.core.cache.block_store import BlockKey
-from headstart.store.disk import TierStore
+from headstart.store.disk import SingleTierStore
 from headstart.store.segment import ReadResult
 from headstart.store.tiers.tier import TierError
 
@@ -53,7 +53,7 @@ class Requests:
         self.clock = Clock()
         self.tier = SlowTier(self.clock)
         tier: Any = self.tier  # what a store asks of it, and no more
-        self.store = TierStore(tier, BLOCK_BYTES, self.clock)
+        self.store = SingleTierStore(tier, BLOCK_BYTES, self.clock)
 
     def used(self) -> bool:
         """Serve one request; return whether it loaded its blocks."""

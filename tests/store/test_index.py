@@ -80,8 +80,8 @@ def test_worth_moving_is_what_is_kept_or_used_and_stored_nowhere_else() -> None:
     index, one, two = SlotIndex(), segment(1), segment(2)
     index.append_block_hashes(one, [name_of(index) for index in range(5)])
     index.append_block_hashes(two, [name_of(1)])
-    index.mark_used(one, 1, 2)
-    index.mark_used(one, 7, 3)  # beyond what it holds
+    index.mark_slots_used(one, 1, 2)
+    index.mark_slots_used(one, 7, 3)  # beyond what it holds
     assert index.slots_to_move(one, {name_of(4), name_of(1)}) == ([4], [2])
     assert [use > 0 for use in one.uses] == [False, True, True, False, False]
 
@@ -91,8 +91,8 @@ def test_the_fifth_of_used_blocks_whose_use_is_the_oldest_is_not_worth_moving() 
     index.append_block_hashes(old, [name_of(at) for at in range(5)])
     index.append_block_hashes(new, [name_of(at) for at in range(5, 10)])
     for at in (4, 3, 2, 1, 0):
-        index.mark_used(old, at, 1)
-    index.mark_used(new, 0, 5)
+        index.mark_slots_used(old, at, 1)
+    index.mark_slots_used(new, 0, 5)
     assert index.slots_to_move(old, ()) == ([], [0, 1, 2])
-    index.mark_used(old, 4, 1)
+    index.mark_slots_used(old, 4, 1)
     assert index.slots_to_move(old, ()) == ([], [4, 0, 1])

@@ -20,7 +20,7 @@ def test_the_blocks_of_a_folder_of_version_1_are_loaded(tmp_path: Path) -> None:
         (folder / packed.stem).write_bytes(gzip.decompress(packed.read_bytes()))
         (folder / packed.stem).chmod(0o600)
     store = DiskStore(folder, SHAPE, MAX_BYTES)
-    store.set_block_source(Pool())
+    store.start_writing_from(Pool())
     try:
         assert settled(store)
         assert store.stats().num_blocks == 3 and load(store, keys(1, 2, 3)) == contents(1, 2, 3)

@@ -32,15 +32,15 @@ def test_those_offered_first_go_first() -> None:
 def test_pinned_ones_go_before_used_ones_before_the_rest() -> None:
     waiting = pending(1, 2, 3, 4)
     waiting.mark_used([name(3), name(7)])
-    waiting.set_pinned({name(4), name(5)})
+    waiting.set_pinned_blocks({name(4), name(5)})
     waiting.add(offer(5))
     assert taken(waiting) == [4, 5, 3, 1, 2]
 
 
 def test_what_is_no_longer_pinned_still_counts_as_used() -> None:
     waiting = pending(1, 2)
-    waiting.set_pinned({name(2)})
-    waiting.set_pinned(set())
+    waiting.set_pinned_blocks({name(2)})
+    waiting.set_pinned_blocks(set())
     assert taken(waiting) == [2, 1]
 
 
@@ -53,7 +53,7 @@ def test_too_many_drop_the_oldest_of_those_worth_least() -> None:
 
 def test_pinned_ones_are_dropped_only_when_nothing_else_waits() -> None:
     waiting = PendingOffers(2)
-    waiting.set_pinned({name(1), name(2), name(3)})
+    waiting.set_pinned_blocks({name(1), name(2), name(3)})
     assert [waiting.add(offer(number)) for number in (1, 2, 3)] == [0, 0, 1]
     assert taken(waiting) == [2, 3]
 
@@ -74,7 +74,7 @@ def test_put_back_they_are_the_next_but_not_in_place_of_a_newer_version() -> Non
 
 def test_shedding_spares_the_pinned_and_the_newest() -> None:
     waiting = pending(1, 2, 3, 4)
-    waiting.set_pinned({name(1)})
+    waiting.set_pinned_blocks({name(1)})
     assert waiting.trim_to_newest(1) == 2 and waiting.trim_to_newest(1) == 0
     assert taken(waiting) == [1, 4]
 

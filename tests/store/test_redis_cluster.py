@@ -13,7 +13,7 @@ redis = pytest.importorskip("redis")
 pytest.importorskip("cryptography")
 
 from headstart.cli.main import main  # noqa: E402
-from headstart.store.disk import TierStore  # noqa: E402
+from headstart.store.disk import SingleTierStore  # noqa: E402
 from headstart.store.tiers import redis_tier  # noqa: E402
 from headstart.store.tiers.redis_link import RedisConnections  # noqa: E402
 from headstart.store.tiers.redis_tier import RedisTier  # noqa: E402
@@ -21,7 +21,7 @@ from headstart.store.tiers.redis_tier import RedisTier  # noqa: E402
 PASSWORD = "hunter2"
 NUM = 120
 NUMBERS = range(1, NUM + 1)
-Open = Callable[..., TierStore]
+Open = Callable[..., SingleTierStore]
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +52,11 @@ def pool() -> Pool:
 
 @pytest.fixture
 def opened(cluster: RedisClusterServers, pool: Pool) -> Iterator[Open]:
-    made: list[TierStore] = []
+    made: list[SingleTierStore] = []
 
-    def opens() -> TierStore:
-        made.append(TierStore(RedisTier(cluster.url, PASSWORD, SHAPE, SECRET, 600), BLOCK_BYTES))
-        made[-1].set_block_source(pool)
+    def opens() -> SingleTierStore:
+        made.append(SingleTierStore(RedisTier(cluster.url, PASSWORD, SHAPE, SECRET, 600), BLOCK_BYTES))
+        made[-1].start_writing_from(pool)
         return made[-1]
 
     yield opens
@@ -72,7 +72,7 @@ def stored_keys(node: RedisServer, part: str = "b:*") -> list[bytes]:
     return client(node).keys(f"headstart:kv:*:{part}")
 
 
-def tier_of(store: TierStore) -> RedisTier:
+def tier_of(store: SingleTierStore) -> RedisTier:
     tier = store._catalog
     assert isinstance(tier, RedisTier)
     return tier

@@ -30,7 +30,7 @@ from stored import (
 redis = pytest.importorskip("redis")
 pytest.importorskip("cryptography")
 
-from headstart.store.disk import TierStore  # noqa: E402
+from headstart.store.disk import SingleTierStore  # noqa: E402
 from headstart.store.tiers import redis_inspect, redis_link, redis_tier  # noqa: E402
 from headstart.store.tiers.redis_tier import RedisTier  # noqa: E402
 from headstart.store.tiers.sealing import NAME_BYTES, BlockSealer, damage_of_value  # noqa: E402
@@ -38,7 +38,7 @@ from headstart.store.tiers.tier import derive_key  # noqa: E402
 
 TTL = 600
 SEALER = BlockSealer(SECRET, SHAPE)
-Open = Callable[..., TierStore]
+Open = Callable[..., SingleTierStore]
 
 
 @pytest.fixture
@@ -55,12 +55,12 @@ def pool() -> Pool:
 
 @pytest.fixture
 def opened(server: RedisServer, pool: Pool) -> Iterator[Open]:
-    made: list[TierStore] = []
+    made: list[SingleTierStore] = []
 
-    def opens(url: str = "", secret: bytes = SECRET, shape: object = SHAPE, ttl: int = TTL) -> TierStore:
+    def opens(url: str = "", secret: bytes = SECRET, shape: object = SHAPE, ttl: int = TTL) -> SingleTierStore:
         tier = RedisTier(url or server.url, None, shape, secret, ttl)  # type: ignore[arg-type]
-        made.append(TierStore(tier, BLOCK_BYTES))
-        made[-1].set_block_source(pool)
+        made.append(SingleTierStore(tier, BLOCK_BYTES))
+        made[-1].start_writing_from(pool)
         return made[-1]
 
     yield opens

@@ -91,7 +91,7 @@ def test_after_an_entry_that_could_not_be_written_nothing_more_fits(tmp_path: Pa
     assert writer.num_free_slots == 0
     writer.close()
     segment = known(writer)
-    assert segments.load_all_block_hashes(FILES, segment) == 1 and segment.block_hashes == [*names(chain(2)), b""]
+    assert segments.load_hashes_into_segment(FILES, segment) == 1 and segment.block_hashes == [*names(chain(2)), b""]
 
 
 def test_a_payload_that_could_not_be_written_is_written_again_in_its_place(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_an_entry_that_is_damaged_twice_is_damaged_and_does_not_hide_the_next(tm
     content[HEADER.entry_offset(3) : HEADER.entry_offset(4)] = bytes(SHAPE.table_entry_bytes)  # never reached the disk
     writer.path.write_bytes(content)
     segment = known(writer)
-    assert segments.load_all_block_hashes(FILES, segment) == 2
+    assert segments.load_hashes_into_segment(FILES, segment) == 2
     assert segment.block_hashes == [name_of(0), b"", name_of(2), b"", name_of(4)]
     writer.close()
 
@@ -153,7 +153,7 @@ def test_a_payload_without_an_entry_is_no_block_and_no_damage(tmp_path: Path) ->
         file.seek(HEADER.payload_offset(2))
         file.write(content_of(2))
     segment = known(writer)
-    assert segments.load_all_block_hashes(FILES, segment) == 0 and segment.block_hashes == names(chain(2))
+    assert segments.load_hashes_into_segment(FILES, segment) == 0 and segment.block_hashes == names(chain(2))
     assert not segments.is_truncated(FILES, segment)
     writer.close()
 

@@ -242,7 +242,7 @@ def test_a_process_that_makes_room_for_ever_is_not_waited_for(folder: Path) -> N
     catalog = opened(folder)
     filled(folder)
     catalog.refresh_from_other_writers()
-    lock = FileSystemCalls().try_lock(folder / "lock")
+    lock = FileSystemCalls().try_open_locked(folder / "lock")
     assert lock is not None
     with pytest.raises(OSError, match="another process") as raised:
         catalog.make_room(640, kept=())
@@ -255,7 +255,7 @@ def test_room_that_another_process_makes_meanwhile_will_do(folder: Path) -> None
     class Busy(FileSystemCalls):
         """Another has the lock, and has deleted a segment by the time that we ask again."""
 
-        def try_lock(self, path: Path) -> int | None:
+        def try_open_locked(self, path: Path) -> int | None:
             segment_files(folder)[0].unlink(missing_ok=True)
             return None
 

@@ -38,7 +38,7 @@ class Bench:
         thread.join()
 
     def lost(self) -> dict[str, int]:
-        return {reason: num for reason, num in self.writer.lost().items() if num}
+        return {reason: num for reason, num in self.writer.num_lost_by_reason().items() if num}
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def bench(tmp_path: Path) -> Bench:
 def test_pinned_ones_are_read_first_then_those_in_use(bench: Bench) -> None:
     bench.offer(1, 2, 3, 4)
     bench.writer.mark_used(names(3))
-    bench.writer.set_pinned(frozenset(names(4)))
+    bench.writer.set_pinned_blocks(frozenset(names(4)))
     assert not bench.writer.round() and bench.pool.asked == [4, 3, 1, 2] and bench.has(1, 2, 3, 4)
 
 
@@ -65,7 +65,7 @@ def test_what_is_pinned_stays_recent_for_other_processes(bench: Bench, tmp_path:
         return file.stat().st_mtime > 1
 
     assert not is_renewed_after(100.0)
-    bench.writer.set_pinned(frozenset(names(1)))
+    bench.writer.set_pinned_blocks(frozenset(names(1)))
     assert is_renewed_after(0.0) and not is_renewed_after(4.9) and is_renewed_after(0.2)
 
 
@@ -144,7 +144,7 @@ def test_a_failing_disk_keeps_one_run_and_all_that_is_pinned_for_the_next_try(
 ) -> None:
     monkeypatch.setattr(bench.writer, "_run_blocks", 2)
     bench.files.fail(error, calls=("create", "pwritev"))
-    bench.writer.set_pinned(frozenset(names(1, 2, 3)))
+    bench.writer.set_pinned_blocks(frozenset(names(1, 2, 3)))
     bench.offer(1, 2, 3, 4, 5, 6, 7)
     assert not bench.writer.round()
     assert bench.lost() == {"degraded": 2} and bench.writer.num_pending == 5
@@ -247,7 +247,7 @@ def test_a_folder_that_cannot_be_listed_does_not_keep_it_from_writing(bench: Ben
 
 def test_what_does_not_fit_beside_pinned_blocks_is_lost_and_the_store_says_so(tmp_path: Path) -> None:
     bench = Bench(tmp_path, max_bytes=12 * BLOCK_BYTES)
-    bench.writer.set_pinned(frozenset(names(*range(30))))
+    bench.writer.set_pinned_blocks(frozenset(names(*range(30))))
     for number in range(30):
         bench.offer(number)
         bench.clock.now += 31.0
@@ -321,4 +321,4 @@ def test_stopping_gives_up_when_its_time_is_over(bench: Bench, monkeypatch: pyte
 
 
 def test_every_way_to_lose_a_block_is_always_listed(bench: Bench) -> None:
-    assert bench.writer.lost() == dict.fromkeys(LOST, 0)
+    assert bench.writer.num_lost_by_reason() == dict.fromkeys(LOST, 0)

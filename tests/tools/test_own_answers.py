@@ -112,7 +112,7 @@ def of_responses(answer: ChatDelta, texts: list[str]) -> list[dict[str, Any]]:
     ]
     items = [{"role": "user", "content": QUESTION}, *output, *results, {"role": "user", "content": "Go on."}]
     body = {"input": items}
-    return responses_to_chat_request(parse_responses(body, BOUNDS), body).parse_chat_body(BOUNDS).messages
+    return responses_to_chat_request(parse_responses(body, BOUNDS), body).to_chat_body(BOUNDS).messages
 
 
 def of_messages(answer: ChatDelta, texts: list[str]) -> list[dict[str, Any]]:
@@ -132,7 +132,7 @@ def of_messages(answer: ChatDelta, texts: list[str]) -> list[dict[str, Any]]:
     ]
     return (
         translate_messages_body(MessagesRequest, {"messages": sent, "max_tokens": 1}, BOUNDS)
-        .chat.parse_chat_body(BOUNDS)
+        .chat.to_chat_body(BOUNDS)
         .messages
     )
 
@@ -147,7 +147,7 @@ def of_ollama(answer: ChatDelta, texts: list[str]) -> list[dict[str, Any]]:
         for _, text in zip(message.get("tool_calls", ()), texts, strict=False)
     ]
     sent = [{"role": "user", "content": QUESTION}, message, *results, {"role": "user", "content": "Go on."}]
-    return translate_chat_body({"messages": sent}, BOUNDS).parse_chat_body(BOUNDS).messages
+    return translate_chat_body({"messages": sent}, BOUNDS).to_chat_body(BOUNDS).messages
 
 
 APIS = {"chat": of_chat, "responses": of_responses, "messages": of_messages, "ollama": of_ollama}
@@ -362,7 +362,7 @@ def test_an_answer_with_reasoning_only_is_history(name: str) -> None:
 def test_messages_take_any_input_of_a_call(value: Any) -> None:
     block = {"type": "tool_use", "id": "c1", "name": "weather", "input": value}
     sent = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [block]}]
-    read = translate_messages_body(MessagesRequest, {"messages": sent, "max_tokens": 1}, BOUNDS).chat.parse_chat_body(
+    read = translate_messages_body(MessagesRequest, {"messages": sent, "max_tokens": 1}, BOUNDS).chat.to_chat_body(
         BOUNDS
     )
     assert isinstance(read.messages[1]["tool_calls"][0]["function"]["arguments"], dict)

@@ -14,13 +14,15 @@ from headstart.workload.synthetic import RequestShape, random_tokens
 VOCAB_SIZE = 32_000
 SHAPE = RequestShape(shared=40, own=8, output=3)
 EVERY: dict[str, Callable[[Random], WorkloadScenario]] = {
-    "rotations": lambda rng: scenarios.rotated_prompts_scenario(VOCAB_SIZE, rng, count=4, length=33, passes=2),
+    "rotations": lambda rng: scenarios.token_rotations_scenario(VOCAB_SIZE, rng, count=4, length=33, passes=2),
     "single": lambda rng: scenarios.single_stream_scenario(VOCAB_SIZE, rng, prompt=8, output=3, requests=2),
     "cold": lambda rng: scenarios.cold_ttft_scenario(VOCAB_SIZE, rng, length=20, requests=2),
     "warm": lambda rng: scenarios.warm_ttft_scenario(VOCAB_SIZE, rng, shape=SHAPE, requests=2),
     "prefill": lambda rng: scenarios.prefill_scenario(VOCAB_SIZE, rng, lengths=(10, 20), cached_share=0.5, requests=2),
-    "decode": lambda rng: scenarios.decode_scenario(VOCAB_SIZE, rng, is_shared=True, streams=3, shape=SHAPE),
-    "decode, distinct": lambda rng: scenarios.decode_scenario(VOCAB_SIZE, rng, is_shared=False, streams=3, shape=SHAPE),
+    "decode": lambda rng: scenarios.concurrent_decode_scenario(VOCAB_SIZE, rng, is_shared=True, streams=3, shape=SHAPE),
+    "decode, distinct": lambda rng: scenarios.concurrent_decode_scenario(
+        VOCAB_SIZE, rng, is_shared=False, streams=3, shape=SHAPE
+    ),
     "shared-prefix": lambda rng: scenarios.shared_prefix_scenario(VOCAB_SIZE, rng, groups=2, prompts=3, shape=SHAPE),
     "twins": lambda rng: scenarios.shared_burst_scenario(VOCAB_SIZE, rng, requests=3, shape=SHAPE),
     "intent": lambda rng: scenarios.intent_recognition_scenario(VOCAB_SIZE, rng, shape=SHAPE, requests=2),

@@ -12,14 +12,14 @@ from headstart.workload.synthetic import (
     poisson_arrivals,
     prompts_with_prefix,
     random_tokens,
-    rotated_prompts,
     shared_prefix_prompts,
+    token_rotations,
     unit_poisson_arrivals,
 )
 
 
 def test_rotation_i_starts_at_token_i_and_keeps_every_token() -> None:
-    assert [prompt.tolist() for prompt in rotated_prompts([1, 2, 3, 4], 3)] == [
+    assert [prompt.tolist() for prompt in token_rotations([1, 2, 3, 4], 3)] == [
         [1, 2, 3, 4],
         [2, 3, 4, 1],
         [3, 4, 1, 2],
@@ -29,14 +29,14 @@ def test_rotation_i_starts_at_token_i_and_keeps_every_token() -> None:
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.data())
 def test_every_rotation_read_in_a_circle_is_the_list(token_ids: list[int], data: st.DataObject) -> None:
     count = data.draw(st.integers(1, len(token_ids)))
-    for i, prompt in enumerate(rotated_prompts(token_ids, count)):
+    for i, prompt in enumerate(token_rotations(token_ids, count)):
         assert prompt.tolist() == (token_ids + token_ids)[i : i + len(token_ids)]
 
 
 @pytest.mark.parametrize("count", [0, 5])
 def test_more_rotations_than_tokens_are_refused(count: int) -> None:
     with pytest.raises(ValueError, match="4 tokens"):
-        rotated_prompts([1, 2, 3, 4], count)
+        token_rotations([1, 2, 3, 4], count)
 
 
 def test_random_tokens_are_packed_in_range_and_repeat_with_the_seed() -> None:

@@ -73,7 +73,9 @@ def decode_rate(result: PhaseResult) -> float | None:
 
 
 def _decode(is_shared: bool, sampling: TokenSampling = GREEDY) -> Build:
-    return lambda vocab_size, rng: scenarios.decode_scenario(vocab_size, rng, is_shared=is_shared, sampling=sampling)
+    return lambda vocab_size, rng: scenarios.concurrent_decode_scenario(
+        vocab_size, rng, is_shared=is_shared, sampling=sampling
+    )
 
 
 SAMPLED = {
@@ -89,7 +91,7 @@ ROWS: dict[str, Row] = {
     "warm_ttft": Row(scenarios.warm_ttft_scenario, (Part("warm_ttft", "warm", ttft),)),
     "cold_ttft": Row(scenarios.cold_ttft_scenario, (Part("cold_ttft", "cold", ttft),)),
     "rotations": Row(
-        lambda vocab_size, rng: scenarios.rotated_prompts_scenario(vocab_size, rng, passes=3),
+        lambda vocab_size, rng: scenarios.token_rotations_scenario(vocab_size, rng, passes=3),
         (Part("rotations_cold", "cold", seconds), Part("rotations_warm", "warm", seconds)),
     ),
     "decode_shared": Row(_decode(True), (Part("decode_shared", "shared", decode_rate),), is_rate=True),

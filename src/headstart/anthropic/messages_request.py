@@ -197,7 +197,7 @@ def num_tokens_to_cache_breakpoint(
     if changed is None:
         return len(prompt)
     try:
-        body = replace(read.chat, values={**read.chat.values, "messages": changed}).parse_chat_body(bounds)
+        body = replace(read.chat, values={**read.chat.values, "messages": changed}).to_chat_body(bounds)
         return common_prefix_length(prompt, encode_chat(body, tokenizer, bounds))
     except InvalidRequestError:  # the template refuses the changed text
         return len(prompt)

@@ -19,7 +19,7 @@ def object_schema(description: str, /, **properties: Schema) -> Schema:
     return {"description": description, "properties": properties, **more, "type": "object"}
 
 
-def list_schema(items: Schema) -> Schema:
+def array_schema(items: Schema) -> Schema:
     """Return the schema of a list."""
     return {"items": items, "type": "array"}
 
@@ -115,17 +115,17 @@ _CHOICE = {
     "index": INTEGER,
     "finish_reason": nullable_schema(enum_schema("stop", "length", "tool_calls", "error", "abort")),
     "stop_reason": optional_property(any_of_schema(STRING, INTEGER)),
-    "token_ids": optional_property(list_schema(INTEGER)),
+    "token_ids": optional_property(array_schema(INTEGER)),
     "prompt_logprobs": optional_property(
-        list_schema(nullable_schema(map_schema(_PROMPT_TOKEN)))
+        array_schema(nullable_schema(map_schema(_PROMPT_TOKEN)))
     ),  # by token id; null for the first token
 }
 _COMPLETION_LOGPROBS = object_schema(
     "One item per token; an echoed prompt comes first.",
-    tokens=list_schema(STRING),
-    token_logprobs=list_schema(nullable_schema(NUMBER)),
-    top_logprobs=list_schema(nullable_schema(map_schema(NUMBER))),
-    text_offset=list_schema(INTEGER),
+    tokens=array_schema(STRING),
+    token_logprobs=array_schema(nullable_schema(NUMBER)),
+    top_logprobs=array_schema(nullable_schema(map_schema(NUMBER))),
+    text_offset=array_schema(INTEGER),
 )
 _COMPLETION_CHOICE = object_schema(
     "One completion, or its next part.", **_CHOICE, text=STRING, logprobs=nullable_schema(_COMPLETION_LOGPROBS)
@@ -133,7 +133,7 @@ _COMPLETION_CHOICE = object_schema(
 _COMPLETION: Schema = {
     **_HEAD,
     "object": enum_schema("text_completion"),
-    "choices": list_schema(_COMPLETION_CHOICE),
+    "choices": array_schema(_COMPLETION_CHOICE),
 }
 COMPLETION = object_schema("A whole completion.", **_COMPLETION, usage=_USAGE)
 COMPLETION_CHUNK = object_schema(
@@ -142,13 +142,13 @@ COMPLETION_CHUNK = object_schema(
     usage=nullable_schema(_USAGE),
 )
 COMPLETIONS = RouteResponseSchemas(COMPLETION, COMPLETION_CHUNK)
-_TOKEN: Schema = {"token": STRING, "logprob": nullable_schema(NUMBER), "bytes": list_schema(INTEGER)}
+_TOKEN: Schema = {"token": STRING, "logprob": nullable_schema(NUMBER), "bytes": array_schema(INTEGER)}
 _CHAT_TOKEN = object_schema(
     "A generated token and its best alternatives.",
     **_TOKEN,
-    top_logprobs=list_schema(object_schema("A token and its log-probability.", **_TOKEN)),
+    top_logprobs=array_schema(object_schema("A token and its log-probability.", **_TOKEN)),
 )
-_CHAT_LOGPROBS = object_schema("Log-probabilities of a chat message.", content=list_schema(_CHAT_TOKEN), refusal=NULL)
+_CHAT_LOGPROBS = object_schema("Log-probabilities of a chat message.", content=array_schema(_CHAT_TOKEN), refusal=NULL)
 _FUNCTION = object_schema("The name of a function, and its arguments as JSON text.", name=STRING, arguments=STRING)
 _TOOL_CALL = object_schema("A call of a tool.", id=STRING, type=enum_schema("function"), function=_FUNCTION)
 _CHAT_MESSAGE = object_schema(
@@ -158,7 +158,7 @@ _CHAT_MESSAGE = object_schema(
     refusal=NULL,
     reasoning=optional_property(STRING),
     reasoning_content=optional_property(STRING),
-    tool_calls=optional_property(list_schema(_TOOL_CALL)),
+    tool_calls=optional_property(array_schema(_TOOL_CALL)),
 )
 _CHAT_CHOICE = object_schema(
     "One generated message.", **_CHOICE, message=_CHAT_MESSAGE, logprobs=nullable_schema(_CHAT_LOGPROBS)
@@ -167,7 +167,7 @@ CHAT_COMPLETION = object_schema(
     "A whole chat response.",
     **_HEAD,
     object=enum_schema("chat.completion"),
-    choices=list_schema(_CHAT_CHOICE),
+    choices=array_schema(_CHAT_CHOICE),
     usage=_USAGE,
 )
 _FUNCTION_DELTA = object_schema(
@@ -186,7 +186,7 @@ _MESSAGE_DELTA = object_schema(
     content=optional_property(STRING),
     reasoning=optional_property(STRING),
     reasoning_content=optional_property(STRING),
-    tool_calls=optional_property(list_schema(_TOOL_CALL_DELTA)),
+    tool_calls=optional_property(array_schema(_TOOL_CALL_DELTA)),
 )
 _CHUNK_CHOICE = object_schema(
     "The next part of one message.", **_CHOICE, delta=_MESSAGE_DELTA, logprobs=nullable_schema(_CHAT_LOGPROBS)
@@ -195,7 +195,7 @@ CHAT_CHUNK = object_schema(
     "An event of a streamed chat response; the usage is in the last one, if it was requested.",
     **_HEAD,
     object=enum_schema("chat.completion.chunk"),
-    choices=list_schema(_CHUNK_CHOICE),
+    choices=array_schema(_CHUNK_CHOICE),
     usage=nullable_schema(_USAGE),
 )
 CHATS = RouteResponseSchemas(CHAT_COMPLETION, CHAT_CHUNK)
@@ -215,12 +215,12 @@ def _item(description: str, *kinds: str, **properties: Schema) -> Schema:
 
 _CALL: Schema = {"call_id": STRING, "name": STRING, "namespace": optional_property(STRING)}
 _OUTPUT_ITEM = any_of_schema(
-    _item("A message of the output.", "message", role=enum_schema("assistant"), content=list_schema(_TEXT_PART)),
+    _item("A message of the output.", "message", role=enum_schema("assistant"), content=array_schema(_TEXT_PART)),
     _item(
         "The reasoning before a message; its summary is always empty.",
         "reasoning",
         summary=LIST,
-        content=list_schema(_REASONING_PART),
+        content=array_schema(_REASONING_PART),
     ),
     _item("A call of a tool; `arguments` is JSON text.", "function_call", **_CALL, arguments=STRING),
     _item("A call of a custom tool; `input` is plain text.", "custom_tool_call", **_CALL, input=STRING),
@@ -267,7 +267,7 @@ RESPONSE = object_schema(
     error=nullable_schema(OBJECT),
     incomplete_details=nullable_schema(map_schema(STRING)),
     model=STRING,
-    output=list_schema(_OUTPUT_ITEM),
+    output=array_schema(_OUTPUT_ITEM),
     instructions=nullable_schema(STRING),
     max_output_tokens=nullable_schema(INTEGER),
     max_tool_calls=NULL,
@@ -284,7 +284,7 @@ RESPONSE = object_schema(
     temperature=NUMBER,
     text=OBJECT,
     tool_choice=any_of_schema(STRING, OBJECT),
-    tools=list_schema(OBJECT),
+    tools=array_schema(OBJECT),
     top_logprobs=INTEGER,
     top_p=NUMBER,
     truncation=enum_schema("disabled"),
@@ -309,7 +309,7 @@ RESPONSES = RouteResponseSchemas(RESPONSE, RESPONSE_EVENT)
 INPUT_ITEMS = object_schema(
     "The input items of a stored response, in the shape in which they were sent, with id and status.",
     object=enum_schema("list"),
-    data=list_schema(OBJECT),
+    data=array_schema(OBJECT),
     first_id=STRING,
     last_id=STRING,
     has_more=BOOLEAN,
@@ -356,7 +356,7 @@ MESSAGE = object_schema(
     type=enum_schema("message"),
     role=enum_schema("assistant"),
     model=STRING,
-    content=list_schema(_BLOCK),
+    content=array_schema(_BLOCK),
     stop_reason=nullable_schema(enum_schema("end_turn", "max_tokens", "stop_sequence", "tool_use")),
     stop_sequence=nullable_schema(STRING),
     diagnostics=optional_property(
@@ -408,15 +408,15 @@ MODEL = object_schema(
         "Whether logits are a function of the prefix alone, bit for bit (docs/invariants.md, 15), "
         "and what prevents it.",
         holds=BOOLEAN,
-        exceptions=list_schema(STRING),
+        exceptions=array_schema(STRING),
     ),
 )
-MODEL_LIST = object_schema("The models of a server: one.", object=enum_schema("list"), data=list_schema(MODEL))
+MODEL_LIST = object_schema("The models of a server: one.", object=enum_schema("list"), data=array_schema(MODEL))
 TOKENS = object_schema(
     "The tokens of a text or of a conversation.",
     **integer_properties("count max_model_len"),
-    tokens=list_schema(INTEGER),
-    token_strs=nullable_schema(list_schema(STRING)),
+    tokens=array_schema(INTEGER),
+    token_strs=nullable_schema(array_schema(STRING)),
 )
 SERVER_LOAD = object_schema("The number of requests in flight.", server_load=INTEGER)
 _NAMED_TOKENS = "bos_token eos_token unk_token pad_token sep_token cls_token mask_token chat_template"

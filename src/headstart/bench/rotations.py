@@ -21,14 +21,14 @@ from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
 from headstart.measurement.runner import EngineSetup, describe_engine
 from headstart.workload.request_record import median
-from headstart.workload.synthetic import random_tokens, rotated_prompts
+from headstart.workload.synthetic import random_tokens, token_rotations
 
 _ONE_TOKEN = ("one_token_step_s", "decode_step_s", "one_token_over_decode", "one_token_over_decode_executor")
 BUDGET = 4096  # admits three prompts of 1,025 tokens, as in vLLM #3402
 
 
 @dataclass(frozen=True, slots=True)
-class RotatedPromptsConfig:
+class TokenRotationsConfig:
     """Sizes of the experiment; the defaults are those of vLLM #3402."""
 
     requests: int = 48
@@ -60,20 +60,20 @@ class CacheUnawareAccountingScheduler(Scheduler):
         return super()._fits(seq, NO_HIT, reserved)
 
 
-def run_rotations(setup: EngineSetup, config: RotatedPromptsConfig, bar: ProgressBar = QUIET) -> BenchmarkReport:
+def run_rotations(setup: EngineSetup, config: TokenRotationsConfig, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Measure two engines of one model: cold, warm, and warm with cache-unaware accounting."""
     bar.start_stage("loading the model twice", None)
     options = setup.options(num_blocks=_pool_blocks(config), max_batched_tokens=BUDGET)
     engine, info = setup.build(options)
     unaware, _ = setup.build(options, scheduler_class=CacheUnawareAccountingScheduler)
-    prompts = rotated_prompts(random_tokens(config.length, info.vocab_size, Random(setup.seed)), config.requests)
+    prompts = token_rotations(random_tokens(config.length, info.vocab_size, Random(setup.seed)), config.requests)
     log, passes = ContentionLog.empty(), _Passes()
     _measure_passes(engine, unaware, prompts, config, passes, log, bar)
     _measure_one_token(engine, prompts, config, passes, bar)
     return _report(setup, config, info, passes, log)
 
 
-def _pool_blocks(config: RotatedPromptsConfig, block_size: int = 16) -> int:
+def _pool_blocks(config: TokenRotationsConfig, block_size: int = 16) -> int:
     """Return the blocks for every prompt, its output, and the decode rounds."""
     return config.requests * (-(-config.length // block_size) + 2) + 64
 
@@ -86,7 +86,7 @@ def _measure_passes(
     engine: Engine,
     unaware: Engine,
     prompts: "list[array[int]]",
-    config: RotatedPromptsConfig,
+    config: TokenRotationsConfig,
     passes: _Passes,
     log: ContentionLog,
     bar: ProgressBar,
@@ -113,7 +113,7 @@ def _measure_passes(
 
 
 def _measure_one_token(
-    engine: Engine, prompts: "list[array[int]]", config: RotatedPromptsConfig, passes: _Passes, bar: ProgressBar
+    engine: Engine, prompts: "list[array[int]]", config: TokenRotationsConfig, passes: _Passes, bar: ProgressBar
 ) -> None:
     """Measure steps with one uncached token per row, each followed by decode steps of the same batch."""
     bar.start_stage("one uncached token against a decode", len(prompts) * config.decode_rounds)
@@ -135,7 +135,7 @@ def _names() -> Iterator[str]:
 
 
 def _report(
-    setup: EngineSetup, config: RotatedPromptsConfig, info: EngineInfo, passes: _Passes, log: ContentionLog
+    setup: EngineSetup, config: TokenRotationsConfig, info: EngineInfo, passes: _Passes, log: ContentionLog
 ) -> BenchmarkReport:
     series = {
         "cold_s": [run.seconds for run in passes.cold],
@@ -190,7 +190,7 @@ def _report(
     return report
 
 
-def _problems(config: RotatedPromptsConfig, info: EngineInfo, passes: _Passes, values: dict[str, Any]) -> list[str]:
+def _problems(config: TokenRotationsConfig, info: EngineInfo, passes: _Passes, values: dict[str, Any]) -> list[str]:
     """Return the problems that invalidate the figures."""
     problems = [
         problem

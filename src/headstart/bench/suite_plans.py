@@ -44,7 +44,7 @@ class SharedPrefixGroups:
         )
 
     @property
-    def load_builder(self) -> Load:
+    def load_scenario_builder(self) -> Load:
         """Return the same groups for any number of requests; `prompts` is ignored."""
 
         def build(vocab_size: int, rng: Random, due: Sequence[float]) -> WorkloadScenario:
@@ -98,7 +98,9 @@ def decode_scenario_builder(
 
     def build(vocab_size: int, rng: Random) -> WorkloadScenario:
         parts = [
-            scenarios.decode_scenario(vocab_size, rng, is_shared=kind, streams=streams, shape=shape, sampling=sampling)
+            scenarios.concurrent_decode_scenario(
+                vocab_size, rng, is_shared=kind, streams=streams, shape=shape, sampling=sampling
+            )
             for kind in kinds
         ]
         return WorkloadScenario("decode", tuple(phase for part in parts for phase in part.phases))
@@ -138,7 +140,7 @@ def add_ttft_by_length_chart(report: BenchmarkReport, lengths: Sequence[int]) ->
 
 def rotations_scenario_builder(count: int, length: int, passes: int) -> Build:
     def build(vocab_size: int, rng: Random) -> WorkloadScenario:
-        return scenarios.rotated_prompts_scenario(vocab_size, rng, count=count, length=length, passes=passes)
+        return scenarios.token_rotations_scenario(vocab_size, rng, count=count, length=length, passes=passes)
 
     return build
 

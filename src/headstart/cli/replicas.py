@@ -40,7 +40,7 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
     """
     gpus = visible_gpu_ids(engine.device, count_gpus(engine.device), os.environ.get(VISIBLE_GPUS))
     cores = configure_num_threads(engine.threads, environ={**os.environ})
-    share = engine_options_per_replica(engine, router.replicas, cores=cores, gpus=gpus)
+    share = engine_options_of_one_replica(engine, router.replicas, cores=cores, gpus=gpus)
     command, variables = replica_command(), replica_environment(share.threads)
     with tempfile.TemporaryDirectory(prefix="headstart-") as folder:  # private: events contain prompts
 
@@ -67,7 +67,7 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
             drain_seconds=server.drain_timeout,
             overlaps=not gpus,  # a GPU has no memory for the old replica and the new one
         )
-        return _routed(fleet, router_with_model_tokenizer(router, engine), server)
+        return _routed(fleet, router_options_with_tokenizer(router, engine), server)
 
 
 def _routed(fleet: LocalReplicas, router: RouterOptions, server: ServerOptions) -> int:
@@ -81,7 +81,7 @@ def _routed(fleet: LocalReplicas, router: RouterOptions, server: ServerOptions) 
             compiled_pool_factory(),
         )
         if code == EXIT_INTERRUPTED:  # by a second Ctrl-C: do not wait for the replicas
-            fleet.kill()
+            fleet.kill_all()
         return code
 
 
@@ -98,7 +98,7 @@ def with_kv_events(engine: EngineOptions, events: str | None, replay: str | None
     return replace(engine, kv_events_config=json.dumps(config))
 
 
-def router_with_model_tokenizer(router: RouterOptions, engine: EngineOptions) -> RouterOptions:
+def router_options_with_tokenizer(router: RouterOptions, engine: EngineOptions) -> RouterOptions:
     """Return the router options with the tokenizer of the model's folder or file; else it is found by its name."""
     path = Path(engine.model).expanduser()
     is_there = (path / FILE_NAME).is_file() or (has_gguf_suffix(path) and path.is_file())
@@ -125,7 +125,7 @@ def replica_server_options(server: ServerOptions, replicas: int) -> ServerOption
     )
 
 
-def engine_options_per_replica(
+def engine_options_of_one_replica(
     engine: EngineOptions, replicas: int, *, cores: int, available: int | None = None, gpus: Sequence[str] = ()
 ) -> EngineOptions:
     """Return the options of one of several replicas, with its share of the cores and of the memory, or one of the GPUs.

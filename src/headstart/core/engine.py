@@ -143,7 +143,7 @@ class Engine:
             scheduler.pool.listeners.append(self._event_log)
             scheduler.cache.event_log = self._event_log
         if store is not None:
-            store.set_block_source(_source(scheduler, executor))
+            store.start_writing_from(_source(scheduler, executor))
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises RequestTooLargeError if it can never fit and ValueError for a request id in use.
@@ -212,7 +212,7 @@ class Engine:
         if not batch.chunks:
             return False
         self.recent.record_planned(batch.chunks, scheduler.running, scheduler.pool, scheduler.block_size)
-        dirty = scheduler.pool.drain_blocks_to_zero()
+        dirty = scheduler.pool.take_unzeroed_blocks()
         if dirty:
             executor.zero_blocks(dirty)
         num_tokens = sum(len(chunk.token_ids) for chunk in batch.chunks)
@@ -331,7 +331,7 @@ class Engine:
 
     def _keep_prefixes(self) -> None:
         """Make the store keep the pinned blocks, and offer it those that are published."""
-        self.scheduler.transfers.set_pinned(self.scheduler.prefixes.block_hashes)
+        self.scheduler.transfers.set_pinned_blocks(self.scheduler.prefixes.block_hashes)
 
     def _warm_prefixes(self) -> None:
         prefixes = self.scheduler.prefixes

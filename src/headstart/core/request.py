@@ -191,7 +191,7 @@ class Sequence:
         return self.num_computed_tokens + self.num_scheduled_tokens
 
     @property
-    def num_tokens(self) -> int:
+    def num_tokens_with_pending(self) -> int:
         """Number of its tokens when the steps in flight have ended."""
         return len(self.token_ids) + (self.pending_row is not None)
 

@@ -41,11 +41,11 @@ from headstart.model.setup.sizing import (
     apply_threads,
     check_weights_fit,
     device_memory,
-    explain_out_of_memory,
     gpu_budget,
     loaded_weight_bytes,
     measure_gpu_peak_increase,
     measure_torch_gpu_bytes,
+    oom_as_config_error,
     plan_kv_pool,
 )
 from headstart.model.setup.threads import configure_num_threads
@@ -85,12 +85,12 @@ def build_engine(
     folder = folder or find_or_download_model(options)
     defaults = read_sampling_defaults(folder, options.generation_config)
     device = str(resolve_device(options.device))
-    with explain_out_of_memory(f"starting on {device}", "end other processes (nvidia-smi lists them)"):
+    with oom_as_config_error(f"starting on {device}", "end other processes (nvidia-smi lists them)"):
         found = device_memory(device)
     loaded, plan, max_model_len = _load(options, folder, device, found, profile)
     grammars = CachingGrammarCompiler(folder, loaded.vocab_size, loaded.eos_token_ids, grammar_parser_limits())
     pool = f"allocating the KV pool of {format_bytes(plan.kv_bytes)}"
-    with explain_out_of_memory(pool, "end other processes, or lower --gpu-memory-utilization", found):
+    with oom_as_config_error(pool, "end other processes, or lower --gpu-memory-utilization", found):
         runner = _make_runner(options, loaded, plan.num_blocks, grammars)
     on_cpu = loaded.device.type == "cpu"
     store = _open_store(
@@ -166,7 +166,7 @@ def _load(
     check_weights_fit(expected, available, on_gpu=on_gpu)
     held = measure_torch_gpu_bytes(device) if on_gpu else 0
     smaller = "end other processes, or use a smaller model or a lower --max-num-batched-tokens"
-    with explain_out_of_memory(f"loading {format_bytes(expected)} of weights", smaller, found):
+    with oom_as_config_error(f"loading {format_bytes(expected)} of weights", smaller, found):
         loaded = load_model(
             folder,
             dtype=options.dtype,

@@ -47,7 +47,7 @@ STOP_SECONDS = 8.0  # for the running step, and for a store that writes nothing 
 WRITING_SECONDS = 60.0  # more, if blocks of the store are pending
 
 
-class TenantQueueTotals(NamedTuple):
+class TenantPendingTotals(NamedTuple):
     """The submitted requests of a tenant that have no first token yet."""
 
     num_requests: int = 0
@@ -104,7 +104,7 @@ class EngineClient:
         self.recorder: RequestRecorder | None = None
         self._streams: dict[str, ClientRequestOutputStream] = {}
         self._waiting: dict[str, Request] = {}  # requests without a first token
-        self.queued: dict[str, TenantQueueTotals] = {}  # requests without a first token, of each tenant that has any
+        self.queued: dict[str, TenantPendingTotals] = {}  # requests without a first token, of each tenant that has any
         self._outbox = UnsentRequests()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
@@ -297,8 +297,8 @@ class EngineClient:
 
     def _count(self, request: Request, sign: int) -> None:
         """Add a request to those that wait, or remove it."""
-        before = self.queued.get(request.tenant, TenantQueueTotals())
-        after = TenantQueueTotals(before.num_requests + sign, before.num_tokens + sign * len(request.prompt))
+        before = self.queued.get(request.tenant, TenantPendingTotals())
+        after = TenantPendingTotals(before.num_requests + sign, before.num_tokens + sign * len(request.prompt))
         if after.num_requests:
             self.queued[request.tenant] = after
         else:

@@ -24,7 +24,7 @@ from headstart.engine.wire import (
     CallResult,
     EngineCall,
     EngineFailed,
-    EngineSideChannel,
+    EngineProcessChannel,
     EngineUpdate,
     LongStep,
     PeerGoneError,
@@ -44,7 +44,7 @@ _PR_SET_PDEATHSIG = 1
 class EngineLoop:
     """The loop that serves one engine over a channel."""
 
-    def __init__(self, engine: Engine, channel: EngineSideChannel) -> None:
+    def __init__(self, engine: Engine, channel: EngineProcessChannel) -> None:
         self._engine = engine
         self._channel = channel
         self._stopping = False
@@ -114,7 +114,7 @@ def main(descriptor: int) -> int:
     _belong_to_parent()
     sock = socket.socket(fileno=descriptor)
     sock.set_inheritable(False)
-    channel = EngineSideChannel(sock)
+    channel = EngineProcessChannel(sock)
     try:
         started = _start(channel)
         if isinstance(started, int):
@@ -130,7 +130,7 @@ def main(descriptor: int) -> int:
         sock.close()
 
 
-def _start(channel: EngineSideChannel) -> "tuple[Engine, EngineInfo] | int":
+def _start(channel: EngineProcessChannel) -> "tuple[Engine, EngineInfo] | int":
     """Build the engine from the first message and return it; on failure, report the reason and return the exit code."""
     payloads = channel.receive_payloads(START_SECONDS)
     message = decode_to_engine(payloads[0]) if payloads else None
@@ -148,7 +148,7 @@ def _start(channel: EngineSideChannel) -> "tuple[Engine, EngineInfo] | int":
         return 1
 
 
-def _run(loop: EngineLoop, channel: EngineSideChannel) -> int:
+def _run(loop: EngineLoop, channel: EngineProcessChannel) -> int:
     try:
         loop.run()
     except PeerGoneError:

@@ -234,7 +234,7 @@ class FrameSplitter:
             del buffer[:start]
 
 
-class EngineSideChannel:
+class EngineProcessChannel:
     """The engine's end of the socket: blocking sends, receives with a timeout."""
 
     def __init__(self, sock: socket.socket) -> None:

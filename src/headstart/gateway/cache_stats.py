@@ -126,7 +126,7 @@ class ReplicaStatsReply(msgspec.Struct):
         return "not readable" if self.status == 200 else f"answered {self.status}"
 
 
-async def fetch_fleet_stats(
+async def fetch_all_replica_stats(
     session: aiohttp.ClientSession, urls: Sequence[str], headers: list[tuple[bytes, bytes]], own: dict[str, str]
 ) -> list[ReplicaStatsReply]:
     """Request the statistics of every replica with the caller's headers; `own` replaces headers of the same name.

@@ -14,7 +14,7 @@ import aiohttp
 
 from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.errors import DrainingError, HeadstartError
-from headstart.gateway.cache_stats import broadcast_for_single_answer, fetch_fleet_stats, fleet_stats_json
+from headstart.gateway.cache_stats import broadcast_for_single_answer, fetch_all_replica_stats, fleet_stats_json
 from headstart.gateway.gateway_metrics import GatewayMetrics
 from headstart.gateway.gateway_routes import ROUTER_ACCESS, ROUTES, ClientKeyDomains
 from headstart.gateway.held_bytes import MAX_HELD_BYTES
@@ -227,13 +227,15 @@ class GatewayState:
 
         Raises HttpError if there is no replica, or none reports statistics.
         """
-        found = await fetch_fleet_stats(self._session, self.server_urls_of_up_replicas, headers, self._own_headers)
+        found = await fetch_all_replica_stats(
+            self._session, self.server_urls_of_up_replicas, headers, self._own_headers
+        )
         return fleet_stats_json(found, is_admin=principal.is_admin, is_own_key=self._passes_keys_on)
 
     async def broadcast_to_urls(
         self, urls: list[str], method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes = b""
     ) -> UnstreamedReplicaAnswer:
-        """Send a client's request to replicas; see send_to_all."""
+        """Send a client's request to replicas; see broadcast_for_single_answer."""
         return await broadcast_for_single_answer(self._session, urls, method, target, headers, body, self._own_headers)
 
     @property
@@ -305,7 +307,7 @@ class GatewayState:
             **self.describe(),
             "object": "fleet.figures",
             "ttft_ms": {name: None if value is None else round(1000 * value, 1) for name, value in times.items()},
-            "decisions": self.proxy.decisions.list_and_keep_recording(now),
+            "decisions": self.proxy.decisions.list_and_extend_watch(now),
         }
 
     def _described(self, member: MonitoredReplica, now: float) -> dict[str, Any]:
@@ -342,16 +344,16 @@ class GatewayState:
             self.proxy.replica_wait.on_replica_up()
         self.proxy.flow.release_held_requests()
 
-    def on_removing(self, url: str) -> None:
+    def on_replica_removing(self, url: str) -> None:
         """Forget a removed replica."""
-        self._indexes.on_removing(url)
-        self.listening.on_removing(url)
-        self.proxy.silence.on_removing(url)
-        self.proxy.replica_wait.on_removing(url)
+        self._indexes.on_replica_removing(url)
+        self.listening.on_replica_removing(url)
+        self.proxy.silence.on_replica_removing(url)
+        self.proxy.replica_wait.on_replica_removing(url)
 
     def on_models_changed(self) -> None:
         """Map the model names that are served now, and load their tokenizer if that was requested."""
-        self.reader.served = self.members.served_models()
+        self.reader.served = self.members.fleet_models_by_name()
         models = {served.model for served in self.reader.served.values()}
         self.reader.default_model = next(iter(models)) if len(models) == 1 else ""
         if self._tokenizer_log is not None and self.reader.tokenizer is None:

@@ -169,7 +169,7 @@ class _Life:
                     front.on_replicas_changed(addresses)
                 self._listed.set()
 
-            watching = asyncio.create_task(self._discovery.report_changes(changed))
+            watching = asyncio.create_task(self._discovery.watch_replicas(changed))
             try:
                 return await self._live(state, watching)
             finally:

@@ -44,7 +44,7 @@ class BudgetedBodyReader:
 
     async def read(self, request: Request) -> bytes:
         """Return the body. Raises HttpError 413, 415, 408, QueueFullError, and ClientGoneError."""
-        async with self.hold_body(request) as body:
+        async with self.read_and_hold_body(request) as body:
             return body_bytes(body)
 
     async def read_spooling_if_large(self, request: Request, max_memory: int = SPOOL_BYTES) -> bytes | SpooledBody:
@@ -56,8 +56,10 @@ class BudgetedBodyReader:
             return body.take()
 
     @asynccontextmanager
-    async def hold_body(self, request: Request, max_memory: int = SPOOL_BYTES) -> AsyncGenerator[bytes | SpooledBody]:
-        """Yield the body as `read_spooled` returns it; it counts as held until the block ends, and is closed then."""
+    async def read_and_hold_body(
+        self, request: Request, max_memory: int = SPOOL_BYTES
+    ) -> AsyncGenerator[bytes | SpooledBody]:
+        """Yield the body as `read_spooling_if_large` returns it; until the block ends it counts as held and is open."""
         async with self._collected(request, max_memory) as body:
             yield body.peek()
 

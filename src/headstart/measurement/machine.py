@@ -48,7 +48,7 @@ def print_figures_with_machine(figures: dict[str, Any]) -> None:
 
 
 class ContentionMeter:
-    """A meter of the cores used by other processes since `start()`. Linux only: elsewhere `stop()` returns None."""
+    """A meter of the cores that other processes have used since `start()`. Linux only: elsewhere it returns None."""
 
     def __init__(self) -> None:
         self._before: tuple[float, float, float] | None = None
@@ -56,7 +56,7 @@ class ContentionMeter:
     def start(self) -> None:
         self._before = _cpu_seconds()
 
-    def measure_other_cores(self, also_ours: float = 0.0) -> float | None:
+    def cores_used_by_others(self, also_ours: float = 0.0) -> float | None:
         """Return CPU seconds of other processes per second of wall time, >= 0; None where it cannot be measured.
 
         `also_ours`: CPU seconds in the interval of running processes that belong to the measurement.
@@ -120,7 +120,7 @@ def _measured(measure: Callable[[], T]) -> tuple[T, float | None]:
     meter = ContentionMeter()
     meter.start()
     result = measure()
-    return result, meter.measure_other_cores()
+    return result, meter.cores_used_by_others()
 
 
 def _cpu_seconds() -> tuple[float, float, float] | None:

@@ -74,7 +74,7 @@ class PackedKV:
     def write_layer_planned(self, layer: int, keys: Tensor, values: Tensor, writes: PageWrites) -> None:
         """Do the same as `write`, with the result of `plan_writes`, which one step computes once for all layers."""
         keys, values = contiguous_heads(keys), contiguous_heads(values)
-        call = attention_call_with_writes(self.write_call(layer, keys, values), writes)
+        call = attention_call_with_writes(self.build_write_call(layer, keys, values), writes)
         call.plan = NO_PLAN.data.ctypes.data
         self.kernels.library.headstart_attention(ctypes.byref(call))
 
@@ -110,7 +110,7 @@ class PackedKV:
             np.ascontiguousarray(page, np.int32), np.stack((token, slot), 1).astype(np.int32, order="C"), num_tokens
         )
 
-    def write_call(self, layer: int, keys: Tensor, values: Tensor) -> AttentionCall:
+    def build_write_call(self, layer: int, keys: Tensor, values: Tensor) -> AttentionCall:
         """Return a call that writes one layer, for `planned`. It holds addresses of the tensors.
 
         Raises ValueError if keys and values are not [T, Hkv, D] in the dtype of the pool, with adjacent elements.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headstart.core.batch import Chunk
-from headstart.model.attention.base import KVBlockAccess
+from headstart.model.attention.base import KVBlockIO
 from headstart.model.kv_writes import Int32s
 from headstart.model.step_inputs import RecurrentState
 
@@ -20,7 +20,7 @@ from headstart.model.step_inputs import RecurrentState
 class RecurrentStates:
     """States of `size` numbers, by request id and the number of tokens that they cover."""
 
-    def __init__(self, size: int, blocks: KVBlockAccess, device: torch.device) -> None:
+    def __init__(self, size: int, blocks: KVBlockIO, device: torch.device) -> None:
         self._size, self._blocks, self._device = size, blocks, device
         self._states: dict[str, dict[int, Tensor]] = {}
 

@@ -67,10 +67,10 @@ def encode_prefix(body: PrefixRequest, tokenizer: Tokenizer, bounds: RequestBoun
         return body.token_ids
     if body.messages is not None:
         return chat_prefix_tokens(messages_for_template(body.messages, bounds), tokenizer, bounds)
-    return shared_text_prefix_tokens(body.text or "", tokenizer, bounds)
+    return tokens_shared_by_continuations(body.text or "", tokenizer, bounds)
 
 
-def shared_text_prefix_tokens(text: str, tokenizer: Tokenizer, bounds: RequestBounds) -> "array[int]":
+def tokens_shared_by_continuations(text: str, tokenizer: Tokenizer, bounds: RequestBounds) -> "array[int]":
     """Return the tokens that all prompts beginning with `text` share. Raises InvalidRequestError. Slow for long texts.
 
     Includes the special tokens that /v1/completions puts before a text.

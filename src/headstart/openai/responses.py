@@ -83,7 +83,7 @@ def cached_tokens_by_source(breakdown: PromptTokenBreakdown) -> dict[str, int]:
 # -------------------------------------------------------------------------------------------------------------- others
 
 
-def map_to_json_list(
+def json_list_lazy_if_long(
     entries: Sequence[Any], shape: Callable[[Any], Any], echo: EchoedPrompt | None = None, key: str = ""
 ) -> list[Any] | LazilyEncodedList:
     """Return the JSON list of `shape(entry)`; a long list is a Sliced, built while it is sent."""
@@ -155,8 +155,8 @@ def tokenize_response(token_ids: Sequence[int], tokenizer: Tokenizer, max_model_
     return {
         "count": len(token_ids),
         "max_model_len": max_model_len,
-        "tokens": map_to_json_list(token_ids, int),
-        "token_strs": map_to_json_list(token_ids, tokenizer.token_text) if with_texts else None,
+        "tokens": json_list_lazy_if_long(token_ids, int),
+        "token_strs": json_list_lazy_if_long(token_ids, tokenizer.token_text) if with_texts else None,
     }
 
 

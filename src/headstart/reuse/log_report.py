@@ -297,7 +297,7 @@ class IdTraceReport:
     notes: tuple[str, ...] = ()
 
     @property
-    def unshared_earlier_tokens(self) -> int:
+    def tokens_unshared_with_next(self) -> int:
         """Tokens of earlier requests that the next one of the session did not share."""
         return sum(leave.tokens - leave.at for leave in self.leaves)
 
@@ -315,7 +315,7 @@ class IdTraceReport:
             "computed_tokens": self.prompt_tokens - self.reused_tokens,
             "continued_requests": self.num_continued,
             "left_requests": len(self.leaves),
-            "left_tokens": self.unshared_earlier_tokens,
+            "left_tokens": self.tokens_unshared_with_next,
             "avoidable_tokens": None,
             "causes": None,
             "miss_ratios": [point._asdict() for point in self.curve],
@@ -381,7 +381,7 @@ def id_trace_report_text(report: IdTraceReport) -> str:
     if report.num_sessions:
         lines.append(
             f"{report.num_continued:,} requests continue the one before in their session; {len(report.leaves):,} leave "
-            f"it early, with {report.unshared_earlier_tokens:,} tokens of it that are not shared"
+            f"it early, with {report.tokens_unshared_with_next:,} tokens of it that are not shared"
         )
         largest = sorted(report.leaves, key=lambda leave: leave.at - leave.tokens)[:3]
         lines += [

@@ -1,4 +1,4 @@
-"""FlowQueue: requests that wait in the router, shared out fairly among tenants. No I/O, no clock.
+"""FairQueue: requests that wait in the router, shared out fairly among tenants. No I/O, no clock.
 
 Deficit round robin (Shreedhar and Varghese, 1995) over uncached tokens: tenants take turns, and each may send as many
 tokens per round as any other, whatever the number of its requests. Within a tenant smaller `priority` values go first,
@@ -42,7 +42,7 @@ class _Flow:
         return self.requests[0] if self.requests else None
 
 
-class FlowQueue:
+class FairQueue:
     """The waiting requests of all tenants."""
 
     def __init__(self) -> None:

@@ -35,7 +35,7 @@ class ReplicaLoad:
     """The requests in flight at one replica. `learner` is shared with all replicas of its kind (`Router.add`).
 
     `room` returns the tokens of the cache that no prompt in flight claims, and those of all of it
-    (`Endpoint.free_and_total_tokens`).
+    (`Endpoint.unclaimed_and_total_tokens`).
     """
 
     def __init__(

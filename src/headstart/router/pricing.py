@@ -24,7 +24,7 @@ from headstart.router.step_rates import StepRates
 EVICTED = 0.75  # share of evicted tokens that will be recomputed; 0.25 to 1.5 were tried
 STALE_STEPS = 3.0  # a running step that lasts this many times its expectation, and
 STALE_MS = 20.0  # so much longer, is not one: its end was not seen
-IS_PACED = 10  # its place in Load.row
+IS_PACED = 10  # its place in ReplicaLoad.pricing_row
 DECODE = 0.06  # share of the delay of decodes, own and others', that counts as delay of a first token
 STALL = 0.75  # share of a prefill that counts as much, if all requests there but this one stand still for it
 

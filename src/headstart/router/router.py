@@ -17,7 +17,7 @@ from headstart.router.decision_log import DecisionRecord, join_hashes
 from headstart.router.endpoint import Endpoint
 from headstart.router.filters import filter_endpoints_with_reasons
 from headstart.router.index.approximate_index import ApproximateIndex
-from headstart.router.index.cached_tokens import learn_reported_cached_blocks
+from headstart.router.index.cached_tokens import count_reported_cached_blocks
 from headstart.router.index.first_blocks import UNLISTED, FirstBlockTable
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.load import RequestFlight
@@ -232,7 +232,7 @@ class Router:
         in_flight.endpoint.load.correct_prefill_work(in_flight.flight, PrefillWork.of(prompt.num_tokens, scaled))
         self.prediction_error += abs(in_flight.candidate.hit_tokens - scaled)
         self.num_reported += 1
-        blocks = learn_reported_cached_blocks(in_flight.endpoint, prompt, usage, in_flight.reservation.hit)
+        blocks = count_reported_cached_blocks(in_flight.endpoint, prompt, usage, in_flight.reservation.hit)
         in_flight.index.on_hit_reported(
             in_flight.reservation, min(blocks, len(in_flight.reservation.block_hashes)), now
         )

@@ -249,7 +249,7 @@ class _Routes:
         principal = access_record_of_scope(request.scope).principal
         metrics = self._state.loaded_model.metrics
         if "load" in request.query_params:
-            return Response(metrics.expose_load_metrics(), media_type=metrics_content_type(""))
+            return Response(metrics.render_load_metrics(), media_type=metrics_content_type(""))
         sees_all = may_see_store(principal)
         accept = request.headers.get("accept", "") if sees_all else ""  # exemplars are of single requests
         text = metrics.expose(accept, with_tenants=principal.is_admin, with_store=sees_all)

@@ -62,7 +62,7 @@ class ApiRequest:
         if self.messages and params.cache is CacheMode.READ_WRITE:
             definitions = () if params.tools is None else params.tools.definitions
             num_tokens = len(self.requests[0].prompt)
-            examined = doctor.window_entry(origin, params.cache_salt, self.messages, definitions, num_tokens)
+            examined = doctor.build_window_entry(origin, params.cache_salt, self.messages, definitions, num_tokens)
         held = self.num_extra_bytes + bytes_of_params(params)
         return replace(self, messages=(), examined=examined, num_extra_bytes=held)
 

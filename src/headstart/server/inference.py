@@ -73,13 +73,13 @@ async def generation_response(state: ServerState, api: ServedApi, request: Reque
         headers = _report(request, asked, job, origin.request_id)
     except BaseException:
         watcher.cancel()
-        state.close_job(job)
+        state.close_generation_job(job)
         raise
     if not isinstance(whole, Response):
         return _Sent(answer, whole, watcher, "application/json", headers)
     whole.headers.update(headers)
     watcher.cancel()
-    state.close_job(job)
+    state.close_generation_job(job)
     return whole
 
 
@@ -135,7 +135,7 @@ async def _prepared(
         return replace(asked.without_messages(model.doctor, origin), skipped=skipped.counts())
 
     run = partial(state.long_work.run, tenant=origin.tenant, receive=request.receive)
-    async with state.bodies.hold_body(request) as body:
+    async with state.bodies.read_and_hold_body(request) as body:
         access_record_of_scope(request.scope).received_at = time.monotonic()
         more = 0 if num_stored_bytes is None else await run(len(body), partial(stored, body))
         asked = await run(len(body) + more, partial(prepare, body), waits=api.renders)
@@ -160,7 +160,7 @@ async def run_with_body(
     state: ServerState, request: Request, work: Callable[[bytes], _Result], *, renders: bool = False
 ) -> _Result:
     """Return `work(body)`, run off the event loop if the body is long, or if `renders` and it holds messages."""
-    async with state.bodies.hold_body(request) as body:
+    async with state.bodies.read_and_hold_body(request) as body:
         waits = renders and (isinstance(body, SpooledBody) or b'"messages"' in body)
         run = partial(
             state.long_work.run,
@@ -267,7 +267,7 @@ class _Sent(Response):
             record.error = "client_closed"
         finally:
             self._watcher.cancel()
-            self._answer.state.close_job(self._answer.job)
+            self._answer.state.close_generation_job(self._answer.job)
 
 
 async def _send(send: Send, data: bytes) -> None:

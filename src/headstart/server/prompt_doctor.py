@@ -54,7 +54,7 @@ class AvoidableTextEstimator:
         """Whether a prompt is being examined."""
         return self._examining is not None
 
-    def window_entry(
+    def build_window_entry(
         self,
         origin: RequestOrigin,
         salt: str | None,

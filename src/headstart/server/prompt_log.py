@@ -12,7 +12,7 @@ from headstart.openai.canonical.nonces import nonce_rule_of_prompt_line
 from headstart.openai.canonical.prompt_rules import PromptRules
 from headstart.openai.request_json import parse_json_object
 from headstart.openai.responses import Json
-from headstart.openai.tokenizer.tenant_cache import TenantCache
+from headstart.openai.tokenizer.tenant_cache import TenantPartitionedCache
 from headstart.reuse.log_report import find_costly_differences
 from headstart.reuse.logged_prompt import logged_prompt_of_entry
 
@@ -37,7 +37,9 @@ class RecentBodyLog:
         """`max_bytes` 0: nothing is kept. `rules`: of the server; what is read is the prompt after them."""
         self.is_on = max_bytes > 0
         self._rules = rules
-        self._bodies: TenantCache[LoggedBody] = TenantCache(max(max_bytes // TENANT_SHARE, 1), max_bytes, _size)
+        self._bodies: TenantPartitionedCache[LoggedBody] = TenantPartitionedCache(
+            max(max_bytes // TENANT_SHARE, 1), max_bytes, _size
+        )
         self._numbers = itertools.count()
 
     def add(self, tenant: str, kept: LoggedBody) -> None:

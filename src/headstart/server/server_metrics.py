@@ -145,7 +145,7 @@ class ServerMetrics:
         shown = {self._of_load: True, self._registry: True, self._by_tenant: with_tenants, self._of_store: with_store}
         return expose_metrics(accept, *(registry for registry, is_shown in shown.items() if is_shown))
 
-    def expose_load_metrics(self) -> bytes:
+    def render_load_metrics(self) -> bytes:
         """Return the metrics that routers read every few seconds: all of them take milliseconds."""
         return expose_metrics("", self._of_load)
 

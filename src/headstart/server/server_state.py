@@ -216,7 +216,7 @@ class ServerState:
         self.idle.clear()
         return job
 
-    def close_job(self, job: GenerationJob) -> None:
+    def close_generation_job(self, job: GenerationJob) -> None:
         """Close an admitted job."""
         job.close()
         if job.examined is not None and self._model is not None and job.record.finish_reason not in ("abort", "error"):

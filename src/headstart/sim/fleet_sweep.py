@@ -16,7 +16,7 @@ from headstart.sim.profile_file import resolve_profile
 from headstart.sim.scenario import NOTHING_HAPPENS, read_scenario
 from headstart.sim.sim_workload import prompt_block_paths
 from headstart.sim.sweep import MakeRequests, PointResult, SettingsGrid, SimulationConfig, SweepOptions, run_sweep
-from headstart.workload.belady import belady_hits_per_request, infinite_cache_hits
+from headstart.workload.belady import belady_hit_blocks_per_request, infinite_cache_hits
 from headstart.workload.block_paths import BlockPaths
 from headstart.workload.slo import Slo
 
@@ -136,7 +136,7 @@ class _Bounds:
         if key not in self._found:
             paths = self.paths(profile.block_size)
             least = paths.computed_tokens(infinite_cache_hits(paths.paths))
-            self._found[key] = paths.computed_tokens(belady_hits_per_request(paths.paths, key[1])) / least
+            self._found[key] = paths.computed_tokens(belady_hit_blocks_per_request(paths.paths, key[1])) / least
         return self._found[key]
 
 

@@ -242,7 +242,7 @@ class VirtualFleet:
     def _count_ideal(self, prompt: RoutingPrompt, block_size: int) -> None:
         """Count what a perfect cache for the whole fleet would compute of a prompt: at least one token."""
         block_hashes = prompt.block_hashes(block_size) if block_size else []
-        known = self._ideal.num_cached_blocks(block_hashes)
+        known = self._ideal.num_cached_prefix_blocks(block_hashes)
         self._ideal.record_use(block_hashes)
         self.ideal_tokens += max(prompt.num_tokens - known * block_size, 1)
 

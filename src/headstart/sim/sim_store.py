@@ -45,7 +45,7 @@ class SimStore:
         """The time at which the next load is complete; inf: there is none."""
         return self._loads[0][0] if self._loads else inf
 
-    def set_block_source(self, source: BlockSource) -> None:
+    def start_writing_from(self, source: BlockSource) -> None:
         """Do nothing: blocks have no content to read."""
 
     def contains(self, block_hash: BlockHash) -> bool:
@@ -93,7 +93,7 @@ class SimStore:
             if block_hash in self._blocks:
                 self._blocks.move_to_end(block_hash)
 
-    def set_pinned(self, block_hashes: Iterable[BlockHash]) -> None:
+    def set_pinned_blocks(self, block_hashes: Iterable[BlockHash]) -> None:
         """Do nothing: simulated replicas have no pinned prefixes."""
 
     def discard_corrupt(self, block_hashes: Sequence[BlockHash]) -> None:

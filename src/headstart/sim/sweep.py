@@ -145,12 +145,12 @@ def run_sweep(
     found: dict[int, FleetReport] = {}
     if options.jobs <= 1:
         for index, (point, seed) in enumerate(tasks):
-            found[index] = run_point_seed(point, seed, make, options.slo)
+            found[index] = run_point_with_seed(point, seed, make, options.slo)
             on_run(point, found[index].summary.requests)
     else:
         with ProcessPoolExecutor(options.jobs) as pool:
             futures = {
-                pool.submit(run_point_seed, point, seed, make, options.slo): index
+                pool.submit(run_point_with_seed, point, seed, make, options.slo): index
                 for index, (point, seed) in enumerate(tasks)
             }
             for future in as_completed(futures):
@@ -164,7 +164,7 @@ def run_sweep(
     ]
 
 
-def run_point_seed(point: GridPoint, seed: int, make: MakeRequests, slo: Slo) -> FleetReport:
+def run_point_with_seed(point: GridPoint, seed: int, make: MakeRequests, slo: Slo) -> FleetReport:
     """Run one point with one seed."""
     simulation = replace(point.simulation, seed=point.simulation.seed + seed)
     return fleet_report(simulation.run_new_fleet(make(point.speed, simulation.seed)), slo)

@@ -69,7 +69,7 @@ class SegmentEvictor:
         for attempt in range(LOCK_TRIES):
             if self.update_writable_bytes() >= needed:
                 return 0
-            lock = self._files.try_lock(self._folder.path / "lock")
+            lock = self._files.try_open_locked(self._folder.path / "lock")
             if lock is not None:
                 try:
                     return self._evict(needed, own, kept)
@@ -222,7 +222,7 @@ class SegmentCatalog:
             part = buffer[done * block_bytes : (done + length) * block_bytes]
             found = segments.read_and_verify_blocks(self._files, segment, slot, keys[done : done + length], part)
             if found.num_blocks:
-                self._index.mark_used(segment, slot, found.num_blocks)
+                self._index.mark_slots_used(segment, slot, found.num_blocks)
                 self._folder.touch(segment)
             done += found.num_blocks
             if found.error is not None:
@@ -259,7 +259,7 @@ class SegmentCatalog:
         """Mark blocks of chains, and their files, as used now: a request uses them. The head of one counts as last."""
         for block_hash in reversed(list(block_hashes)):
             for segment, slot in self._index.locations_of_block(block_hash):
-                self._index.mark_used(segment, slot, 1)
+                self._index.mark_slots_used(segment, slot, 1)
                 self._folder.touch(segment)
 
     def discard_blocks(self, block_hashes: Iterable[BlockHash]) -> None:

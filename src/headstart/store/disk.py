@@ -1,4 +1,4 @@
-"""TierStore: blocks in one tier, a folder or a server; the contract is core/cache/block_store.py.
+"""SingleTierStore: blocks in one tier, a folder or a server; the contract is core/cache/block_store.py.
 
 The engine's thread only appends to queues and reads dicts here, and never waits for a tier. Three threads do the rest:
 two write (`writer.py`), one reads (`block_loader.py`); a disk or a server that hangs blocks only these.
@@ -29,7 +29,7 @@ PROBE_SECONDS = 2.0  # between two probes after a load that was late
 STALE_SECONDS = 30.0  # after which a probe says nothing about the tier any more
 
 
-class TierStore:
+class SingleTierStore:
     """A tier of blocks of one size. It ends with close(), with the interpreter, or when it is garbage-collected."""
 
     def __init__(
@@ -64,7 +64,7 @@ class TierStore:
             thread.start()
         self._finalizer = weakref.finalize(self, _end, writer, loader, catalog, threads, max_seconds=float("inf"))
 
-    def set_block_source(self, source: BlockSource) -> None:
+    def start_writing_from(self, source: BlockSource) -> None:
         """Start writing. `source` must not refer to this store, or dropping the store would not end it."""
         self._writer.source = source
 
@@ -146,8 +146,8 @@ class TierStore:
         if self._writes and not self._is_closed:
             self._writer.mark_used(block_hashes)
 
-    def set_pinned(self, block_hashes: Iterable[BlockHash]) -> None:
-        self._writer.set_pinned(frozenset(block_hashes))
+    def set_pinned_blocks(self, block_hashes: Iterable[BlockHash]) -> None:
+        self._writer.set_pinned_blocks(frozenset(block_hashes))
 
     def discard_corrupt(self, block_hashes: Sequence[BlockHash]) -> None:
         if self._distrusted_until <= self._writer.num_settled:
@@ -174,7 +174,7 @@ class TierStore:
             misses={**self._misses, "corrupt": self._misses["corrupt"] + catalog.num_corrupt},
             written_blocks=writer.written_blocks,
             written_bytes=writer.written_blocks * self._block_bytes,
-            lost_writes=writer.lost(),
+            lost_writes=writer.num_lost_by_reason(),
             evicted_blocks=writer.evicted_blocks,
             degraded="; ".join(self._loader.fault_descriptions(now) + writer.current_fault_descriptions(now)),
             num_degraded=self._loader.health.num_degraded + writer.num_times_degraded,
@@ -259,7 +259,7 @@ class TierStore:
         return self._distrusted is None or block_hash in self._distrusted
 
 
-class DiskStore(TierStore):
+class DiskStore(SingleTierStore):
     """A folder of blocks of one shape that all processes of a machine share."""
 
     def __init__(

@@ -47,7 +47,7 @@ class DiskSpace(NamedTuple):
 class FileSystemCalls:
     """The system calls; any may raise OSError. Tests override single ones to simulate failures."""
 
-    def open_own_file(self, path: Path, *, to_write: bool = False) -> int:
+    def open_owned_regular_file(self, path: Path, *, to_write: bool = False) -> int:
         """Open an existing file, for reading or both. Raises UnsafeFileError if it is no regular file of this user."""
         fd = os.open(path, (os.O_RDWR if to_write else os.O_RDONLY) | _SAFELY)
         try:
@@ -114,7 +114,7 @@ class FileSystemCalls:
         found = os.statvfs(folder)
         return DiskSpace(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
 
-    def try_lock(self, path: Path) -> int | None:
+    def try_open_locked(self, path: Path) -> int | None:
         """Lock a file among all processes until it is closed; None if another has it. Creates it if needed."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
         try:
@@ -184,7 +184,7 @@ def _make_secret(path: Path) -> None:
 
 
 def _load_secret(path: Path) -> bytes:
-    fd = FileSystemCalls().open_own_file(path)
+    fd = FileSystemCalls().open_owned_regular_file(path)
     try:
         mode, secret = stat.S_IMODE(os.fstat(fd).st_mode), os.read(fd, SECRET_BYTES + 1)
     finally:

@@ -91,7 +91,7 @@ class SlotIndex:
                 length += 1
             return SlotRun(segment, slot, length)
 
-    def mark_used(self, segment: Segment, slot: int, length: int) -> None:
+    def mark_slots_used(self, segment: Segment, slot: int, length: int) -> None:
         """Mark slots as used by a request since they were written."""
         with self._lock:
             self._num_uses += 1

@@ -103,7 +103,7 @@ class BlockEntry(NamedTuple):
     payload_checksum: bytes
 
 
-class SegmentTableHashes(NamedTuple):
+class SegmentBlockHashes(NamedTuple):
     """The block hashes in part of a table. Torn, damaged, discarded and empty entries have none."""
 
     by_slot: list[bytes]  # up to the last non-empty slot; b"": nothing to load
@@ -179,7 +179,7 @@ def decode_entry(header: SegmentHeader, slot: int, raw: bytes) -> BlockEntry:
     return BlockEntry(key, raw[tokens_end:-_CHECKSUM_BYTES])
 
 
-def decode_block_hashes(header: SegmentHeader, first: int, table: bytes) -> SegmentTableHashes:
+def decode_block_hashes(header: SegmentHeader, first: int, table: bytes) -> SegmentBlockHashes:
     """Return the block hashes in a piece of the table that begins at slot `first`. A partial last entry is skipped."""
     size, empty = header.shape.table_entry_bytes, bytes(header.shape.table_entry_bytes)
     usable = _ENTRY_MAGIC + bytes([_STORED, 0, 0, 0])
@@ -201,7 +201,7 @@ def decode_block_hashes(header: SegmentHeader, first: int, table: bytes) -> Segm
             elif raw[: len(_ENTRY_MAGIC)] != _ENTRY_MAGIC or raw[len(_ENTRY_MAGIC)] != _DISCARDED:
                 bad.append(place)
         block_hashes.append(block_hash)
-    return SegmentTableHashes(block_hashes[:end], sorted(bad + [hole for hole in holes if hole < end]))
+    return SegmentBlockHashes(block_hashes[:end], sorted(bad + [hole for hole in holes if hole < end]))
 
 
 def _seed(header: SegmentHeader, slot: int) -> int:

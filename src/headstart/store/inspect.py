@@ -128,7 +128,7 @@ def _open(files: FileSystemCalls, folder: Path, entry: FileEntry) -> tuple[Segme
         return None, Counter(["unsafe"])
     try:
         segment = Segment(0, path, segments.read_header(files, path, own_id), entry.num_bytes)
-        num_bad = segments.load_all_block_hashes(files, segment)
+        num_bad = segments.load_hashes_into_segment(files, segment)
         is_cut = segments.is_truncated(files, segment)
     except FileNotFoundError:
         return None, Counter()  # evicted just now

@@ -80,7 +80,7 @@ def is_headerless_segment(name: str) -> bool:
 
 def read_header(files: FileSystemCalls, path: Path, own_id: bytes) -> SegmentHeader:
     """Read the header of a file. Raises OSError and FormatError."""
-    fd = files.open_own_file(path)
+    fd = files.open_owned_regular_file(path)
     try:
         return format.decode_segment_header(files.pread(fd, HEADER_BYTES, 0), own_id)
     finally:
@@ -101,7 +101,7 @@ def read_new_block_hashes(files: FileSystemCalls, segment: Segment) -> tuple[lis
     num_bad = 0
     if stop <= first:
         return block_hashes, num_bad
-    fd = files.open_own_file(segment.path)
+    fd = files.open_owned_regular_file(segment.path)
     try:
         while first < stop:
             asked = min(stop - first, max(1, _TABLE_BYTES // size))
@@ -119,7 +119,7 @@ def read_new_block_hashes(files: FileSystemCalls, segment: Segment) -> tuple[lis
     return block_hashes, num_bad
 
 
-def load_all_block_hashes(files: FileSystemCalls, segment: Segment) -> int:
+def load_hashes_into_segment(files: FileSystemCalls, segment: Segment) -> int:
     """Add all block hashes in the file now; return the number of damaged entries. Raises OSError."""
     num_bad = num_idle = 0
     while num_idle < 2:
@@ -134,7 +134,7 @@ def is_truncated(files: FileSystemCalls, segment: Segment) -> bool:
     """Return whether the file is truncated: in header or table, or before an entry's payload. Raises OSError."""
     header = segment.header
     first = header.num_slots_within(files.lstat(segment.path).size)
-    fd = files.open_own_file(segment.path)
+    fd = files.open_owned_regular_file(segment.path)
     try:
         entry = files.pread(
             fd, header.shape.table_entry_bytes if first < header.num_slots else 0, header.entry_offset(first)
@@ -153,7 +153,7 @@ def read_and_verify_blocks(
     The content of `buffer` after the blocks that count is undefined. Raises nothing.
     """
     try:
-        fd = files.open_own_file(segment.path)
+        fd = files.open_owned_regular_file(segment.path)
         try:
             return _read_blocks(files, fd, segment.header, slot, keys, buffer)
         finally:
@@ -179,7 +179,7 @@ def read_stored_blocks(
     header, keys = segment.header, list[BlockKey]()
     size = header.shape.table_entry_bytes
     try:
-        fd = files.open_own_file(segment.path)
+        fd = files.open_owned_regular_file(segment.path)
         try:
             table = files.pread(fd, len(slots) * size, header.entry_offset(slots.start))
         finally:
@@ -201,7 +201,7 @@ def read_stored_blocks(
 def mark_entry_discarded(files: FileSystemCalls, segment: Segment, slot: int) -> None:
     """Mark a stored block as unusable for all processes, even if another one wrote it. Raises OSError."""
     header = segment.header
-    fd = files.open_own_file(segment.path, to_write=True)
+    fd = files.open_owned_regular_file(segment.path, to_write=True)
     try:
         raw = files.pread(fd, header.shape.table_entry_bytes, header.entry_offset(slot))
         try:

@@ -74,7 +74,7 @@ class PendingOffers:
             if (offer := self._rest.pop(block_hash, None)) is not None:
                 self._used[block_hash] = offer
 
-    def set_pinned(self, block_hashes: Container[BlockHash]) -> None:
+    def set_pinned_blocks(self, block_hashes: Container[BlockHash]) -> None:
         """Set the pinned blocks: these, and only these."""
         self._kept = block_hashes
         for place in (self._used, self._rest):
@@ -189,7 +189,7 @@ class BlockWriter:
         if len(self._inbox) < MAX_PENDING:
             self._inbox.append(_Touch(block_hashes))
 
-    def set_pinned(self, block_hashes: frozenset[BlockHash]) -> None:
+    def set_pinned_blocks(self, block_hashes: frozenset[BlockHash]) -> None:
         """Set the pinned blocks: these, and only these."""
         self._inbox.append(_Keep(block_hashes))
 
@@ -211,7 +211,7 @@ class BlockWriter:
             oldest_at = min(oldest_at, self._inbox[0].offered_at)  # pyrefly: ignore[missing-attribute]
         return max(0.0, now - oldest_at) if self.num_pending else 0.0
 
-    def lost(self) -> dict[str, int]:
+    def num_lost_by_reason(self) -> dict[str, int]:
         """Return the blocks that were offered and not written, by reason."""
         return {**self._lost, "overload": self._lost["overload"] + self._num_refused}
 
@@ -306,7 +306,7 @@ class BlockWriter:
                     used += block_hashes
                 case _Keep(block_hashes):
                     self._kept, self._renew_at = block_hashes, float("-inf")
-                    self._pending.set_pinned(block_hashes)
+                    self._pending.set_pinned_blocks(block_hashes)
                 case _Forget(_, block_hashes) as forget:
                     self._pending.clear() if block_hashes is None else self._pending.remove(block_hashes)
                     self._forgets.append(forget)

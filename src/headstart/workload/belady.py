@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 NEVER = -1
 
 
-def belady_hits_per_request(paths: Sequence[Sequence[int]], num_blocks: int) -> list[int]:
+def belady_hit_blocks_per_request(paths: Sequence[Sequence[int]], num_blocks: int) -> list[int]:
     """Return the number of leading blocks of each request that hit in a pool of `num_blocks`. O(n log n).
 
     `paths` are the chains of block ids, equal if all blocks up to there are equal. Of a path longer than the pool only

@@ -12,8 +12,8 @@ from random import Random
 
 from headstart.workload.jobs import GREEDY, Job, TokenSampling, jobs_from_prompts
 from headstart.workload.synthetic import INTENT, RequestShape, prompts_with_prefix, random_tokens
-from headstart.workload.synthetic import rotated_prompts as rotated
 from headstart.workload.synthetic import shared_prefix_prompts as shared_prompts
+from headstart.workload.synthetic import token_rotations as rotated
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ FIRST_TOKEN = RequestShape(INTENT.shared, INTENT.own, output=1)
 STREAMS = RequestShape(shared=1024, own=16, output=128)  # decode
 
 
-def rotated_prompts_scenario(
+def token_rotations_scenario(
     vocab_size: int, rng: Random, *, count: int = 48, length: int = 1025, passes: int = 1
 ) -> WorkloadScenario:
     """Rotations of one list of tokens (vLLM #3402), all at once, one output token: `cold`, then the same `warm`."""
@@ -99,7 +99,7 @@ def prefill_scenario(
     return WorkloadScenario("prefill", tuple(phases))
 
 
-def decode_scenario(
+def concurrent_decode_scenario(
     vocab_size: int,
     rng: Random,
     *,

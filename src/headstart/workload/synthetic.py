@@ -27,7 +27,7 @@ def random_tokens(length: int, vocab_size: int, rng: Random) -> "array[int]":
     return array("i", rng.choices(range(vocab_size), k=length))
 
 
-def rotated_prompts(token_ids: Sequence[int], count: int) -> "list[array[int]]":
+def token_rotations(token_ids: Sequence[int], count: int) -> "list[array[int]]":
     """Return `count` prompts of the same tokens, the i-th rotated left by i: no common prefix (vLLM #3402)."""
     if not 1 <= count <= len(token_ids):
         raise ValueError(f"{count} rotations of {len(token_ids)} tokens: count must lie in 1..{len(token_ids)}")

@@ -14,7 +14,7 @@ from headstart.model.cuda.step_graphs import GraphKey
 from headstart.model.cuda.triton_layers import batch_invariant_matmul
 from headstart.model.model_runner import ModelRunner
 from headstart.model.weights.model_loader import LoadedModel, load_model, uses_cuda_executor
-from headstart.workload.synthetic import random_tokens, rotated_prompts
+from headstart.workload.synthetic import random_tokens, token_rotations
 
 pytestmark = pytest.mark.gpu
 FEW_GRAPHS = [GraphKey(kind, size, 0) for kind in ("decodes", "groups") for size in (8, 1)] + [
@@ -58,7 +58,7 @@ def test_batch_invariant_runs_have_equal_bits(tmp_path: Path) -> None:
     loaded = load_model(folder, dtype="bfloat16", device="cuda", batch_invariant=True)
     assert loaded.exceptions == ()
     sampling = SamplingParams(max_tokens=6, temperature=0.0, logprobs=3)
-    prompts = rotated_prompts(random_tokens(300, loaded.vocab_size, Random(1)), 12)
+    prompts = token_rotations(random_tokens(300, loaded.vocab_size, Random(1)), 12)
     requests = [Request(f"{at}", prompt, sampling) for at, prompt in enumerate(prompts)]
     expected = drive(make_runner(loaded), requests)
     assert drive(make_runner(loaded, graphs=False), requests, budget=40) == expected

@@ -49,7 +49,7 @@ def planned(
 ) -> tuple[Ints, StepArrayLayout]:
     packed = pack_chunks(chunks, BOUNDS)
     assert packed is not None
-    rows = steady.with_table_room(_step_rows(packed, chunks, previous, PAGE))
+    rows = steady.pad_block_tables(_step_rows(packed, chunks, previous, PAGE))
     memory = np.full(1 << 14, -7, np.int32)
     layout = PLANNER.fill(memory, rows, padded=padded, tile_rows=16, selected=NONE, outputs=0)
     steady.remember(chunks, rows, memory, layout)
@@ -67,7 +67,7 @@ def test_steps_equal_those_that_are_planned_anew(seed: int) -> None:
     for _ in range(40):
         chunks = sequences.chunks(known=random.random() < 0.2)
         due, layout = planned(oracle, chunks, previous, padded)
-        found = steady.try_advance(chunks, previous)
+        found = steady.try_build_next_step(chunks, previous)
         if found is None:
             assert any(chunk.start % SPLIT == 0 for chunk in chunks)
             planned(steady, chunks, previous, padded)
@@ -98,10 +98,10 @@ def test_a_step_that_differs_otherwise_is_planned_anew(change: str) -> None:
     one = Chunk("a", array("i", [3]), start, blocks, start, 1, SamplingParams(), 1, array("i", [3]))
     planned(steady, [one], [0], 1)
     following = one._replace(start=start + 1, write_from=start + 1, block_ids=array("i", blocks))
-    assert steady.try_advance([CHANGES[change](following)], [0]) is None
-    assert steady.try_advance([following, following], [0]) is None
-    assert steady.try_advance([following], [0]) is not None
+    assert steady.try_build_next_step([CHANGES[change](following)], [0]) is None
+    assert steady.try_build_next_step([following, following], [0]) is None
+    assert steady.try_build_next_step([following], [0]) is not None
     far = following._replace(start=120, write_from=120)
-    assert steady.try_advance([far], [0]) is None
+    assert steady.try_build_next_step([far], [0]) is None
     steady.forget()
-    assert steady.try_advance([following._replace(start=start + 2)], [0]) is None
+    assert steady.try_build_next_step([following._replace(start=start + 2)], [0]) is None

@@ -16,7 +16,7 @@ from headstart.core.cache.hashing import BlockHash
 from headstart.core.cache.idle_blocks import EVICTION_POLICIES
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable
-from headstart.workload.belady import belady_hits_per_request, infinite_cache_hits
+from headstart.workload.belady import belady_hit_blocks_per_request, infinite_cache_hits
 from headstart.workload.block_paths import BlockPaths, overlap_sessions, trace_block_paths
 from headstart.workload.recorded.trace_files import read_trace_path
 from headstart.workload.recorded.trace_units import TraceUnits
@@ -79,7 +79,7 @@ def run_eviction(trace: Path, config: EvictionConfig = EvictionConfig(), bar: Pr
 def measure(prompts: BlockPaths, num_blocks: int, concurrency: int = 1) -> dict[str, Any]:
     """Return the redundancy of the bound and of every policy in a pool of `num_blocks`, and each over the bound."""
     least = prompts.computed_tokens(infinite_cache_hits(prompts.paths))
-    bound = prompts.computed_tokens(belady_hits_per_request(prompts.paths, num_blocks)) / least
+    bound = prompts.computed_tokens(belady_hit_blocks_per_request(prompts.paths, num_blocks)) / least
     redundancy = {
         policy: prompts.computed_tokens(replay(prompts, policy, num_blocks, concurrency)) / least
         for policy in EVICTION_POLICIES

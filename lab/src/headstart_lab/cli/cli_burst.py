@@ -63,4 +63,4 @@ def shared_burst(
         forms = every_form(base) if every else [replace(base, tree=parse_tree(tree), same=same, loss=loss)]
         return run_twins(setup, forms, runs=1 if quick else runs, baseline=baseline and not quick, bar=bar)
 
-    cli_run.run_bench_with_model(bench, where.with_default_model())
+    cli_run.run_model_bench_and_exit(bench, where.with_default_model())

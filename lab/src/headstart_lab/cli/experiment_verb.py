@@ -100,7 +100,7 @@ def _run(experiment: Experiment, values: dict[str, Any]) -> None:
         def on_model(setup: "EngineSetup", bar: "ProgressBar") -> "BenchmarkReport":
             return experiment.measure({**values, "setup": setup}, is_quick=is_quick, bar=bar)
 
-        cli_run.run_bench_with_model(on_model, where)
+        cli_run.run_model_bench_and_exit(on_model, where)
         return
 
     def on_machine(bar: "ProgressBar") -> "BenchmarkReport":

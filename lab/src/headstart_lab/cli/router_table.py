@@ -43,7 +43,7 @@ def failover(
     if quick or model == "none":
         cli_run.run_and_exit(lambda bar: run(None, bar), None)
     else:
-        cli_run.run_bench_with_model(run, BenchTarget(model, threads=1, asked_seed=seed))
+        cli_run.run_model_bench_and_exit(run, BenchTarget(model, threads=1, asked_seed=seed))
 
 
 FLEET = Experiment(

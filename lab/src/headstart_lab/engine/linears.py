@@ -62,7 +62,7 @@ def run_linears(config: LinearsConfig, bar: ProgressBar = QUIET) -> BenchmarkRep
     for count in config.rows:
         meter.start()
         times = _by_turns(model.passes(count), config.seconds)
-        others[str(count)] = meter.measure_other_cores()
+        others[str(count)] = meter.cores_used_by_others()
         for name, seconds in times.items():
             values[f"{name}.{count}"], bounds[f"{name}.{count}"] = median(seconds), min_and_max(seconds)
             rows.append((count, name, *_figures(model, count, name, seconds)))

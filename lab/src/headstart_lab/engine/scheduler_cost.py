@@ -32,7 +32,7 @@ from headstart.measurement.report import BenchmarkReport, ReportTable, min_and_m
 from headstart.model.kernels.block_hashes import load_compiled_hash_chain
 from headstart.model.kernels.compiled_blocks import compiled_block_loops
 from headstart.workload.request_record import median
-from headstart.workload.synthetic import random_tokens, rotated_prompts
+from headstart.workload.synthetic import random_tokens, token_rotations
 from headstart_lab.runners.null_executor import NullExecutor
 
 BLOCK_SIZE = 16
@@ -212,7 +212,7 @@ def _warm_pass(rng: Random, passes: int = 32) -> tuple[float, float, float, floa
     config = SchedulerConfig(num_blocks, BLOCK_SIZE, limits, tenant_floor=0.0)  # as `serve` has them
     watch = _Stopwatch(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
     engine = Engine(Scheduler(config, chain=load_compiled_hash_chain(), ops=compiled_block_loops()), watch)
-    prompts = rotated_prompts(random_tokens(WARM_TOKENS, VOCAB_SIZE, rng), WARM_PROMPTS)
+    prompts = token_rotations(random_tokens(WARM_TOKENS, VOCAB_SIZE, rng), WARM_PROMPTS)
     times: list[tuple[float, float, float, float]] = []
     for number in range(passes + 2):  # the first two compute the prompts, and make their blocks protected ones
         start = thread_time()

@@ -105,7 +105,7 @@ class _Fleet:
         except ConfigError as error:  # the others are still measured, and the report includes the error
             trial = Trial((RequestRecord("start", 0.0, None, None, 0, 0, 0, error=str(error)),), ())
         self.measured.log.kept.append(
-            meter.measure_other_cores(self._cpu_seconds() - before)
+            meter.cores_used_by_others(self._cpu_seconds() - before)
         )  # routers have ended, so their CPU time is included
         return trial
 

@@ -63,7 +63,7 @@ class DynamoPolicy:
             size = endpoint.block_size
             block_hashes = view.request.prompt.block_hashes(size)
             prefill = (endpoint.load.pending_tokens + uncached_tokens(view, candidate)) / size
-            held, own = endpoint.index.count_held_and_held_prefix(block_hashes)
+            held, own = endpoint.index.count_in_use_and_prefix(block_hashes)
             return prefill + held + len(block_hashes) - own
 
         return rank_by_number(view, [blocks(candidate) for candidate in view.candidates], "fewest blocks")

@@ -28,7 +28,7 @@ from headstart.gateway.kv_events.kv_event_decoding import domain_of_cache_salt
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.measurement.inprocess import run_requests
 from headstart.openai.engine_requests import salted_domain
-from headstart.router.index.kv_event_index import KVEventIndex
+from headstart.router.index.kv_event_index import ReplicaKVEventIndex
 from headstart_lab.runners.null_executor import NullExecutor
 
 VOCAB_SIZE = 500
@@ -221,13 +221,13 @@ class Rig:
         self.num_published += 1
         self._heard(events)
 
-    def _contents(self, block_size: int) -> KVEventIndex:
+    def _contents(self, block_size: int) -> ReplicaKVEventIndex:
         """Return an empty index with the engine's block hashes: the rig maps each domain digest to its domain."""
 
         def root(adapter: str | None, domain: bytes):
             return root_hash(b"", adapter=adapter, domain=self._domains[domain])
 
-        return KVEventIndex(block_size, root)
+        return ReplicaKVEventIndex(block_size, root)
 
     def _request(self) -> Request:
         self._count += 1

@@ -184,7 +184,7 @@ def _turn(
     if len(lines) != 3:
         raise ConfigError(f"the client ended with code {client.returncode} and printed {lines}")
     begin, end, last = marks
-    log.kept.append(meter.measure_other_cores(sum(last[:2]) - sum(start[:2])))
+    log.kept.append(meter.cores_used_by_others(sum(last[:2]) - sum(start[:2])))
     spent = [one - other for one, other in zip(end, begin, strict=True)]
     return Turn(json.loads(lines[-1]), *spent)
 

@@ -212,7 +212,7 @@ def ask_in_turn(
         answers.append(server.ask(prompt, key=key))
         bar.advance()
     if log is not None:
-        log.kept.append(meter.measure_other_cores(server.cpu_seconds() - before))
+        log.kept.append(meter.cores_used_by_others(server.cpu_seconds() - before))
     return answers
 
 

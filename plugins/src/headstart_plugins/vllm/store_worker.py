@@ -73,7 +73,7 @@ class StoreWorker:
         self._layers: list[NDArray[np.uint8]] = []  # [blocks, bytes] each
         self._loads: dict[int, _Load] = {}
         self._finished = _Finished()
-        store.set_block_source(self._staged.take)
+        store.start_writing_from(self._staged.take)
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take over vLLM's KV: a tensor [blocks, heads, slots, size] in memory order for each layer.

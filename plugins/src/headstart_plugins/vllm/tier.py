@@ -72,7 +72,7 @@ class HeadstartTier(SecondaryTierManager):
         self._store = store
         num_staged = max(1, STAGED_BYTES // self.block_size_bytes)
         self._staged = StagedBlocks(num_staged, is_chain=isinstance(store, ChainedStore))
-        store.set_block_source(self._staged.take)
+        store.start_writing_from(self._staged.take)
         self._jobs: Queue[TransferJob | None] = Queue()
         self._finished: deque[JobResult] = deque()
         self._failed: set[OffloadKey] = set()  # could not be read, until they are stored again

@@ -36,12 +36,12 @@ def bench_rotations(
         return
 
     def bench(setup: "EngineSetup", bar: "ProgressBar") -> "BenchmarkReport":
-        from headstart.bench.rotations import RotatedPromptsConfig, run_rotations
+        from headstart.bench.rotations import TokenRotationsConfig, run_rotations
 
-        config = RotatedPromptsConfig(runs=1, decode_rounds=6) if quick else RotatedPromptsConfig(runs=runs)
+        config = TokenRotationsConfig(runs=1, decode_rounds=6) if quick else TokenRotationsConfig(runs=runs)
         return run_rotations(setup, config, bar)
 
-    cli_run.run_bench_with_model(bench, where.with_default_model())
+    cli_run.run_model_bench_and_exit(bench, where.with_default_model())
 
 
 @add_target_flags("quantization", "caching")
@@ -105,4 +105,4 @@ def bench_intent(
         add_accuracy = found.load()(num, schema, setup.threads) if found is not None else None
         return run_intent(setup, config if load else None, bar, add_accuracy=add_accuracy)
 
-    cli_run.run_bench_with_model(bench, where)
+    cli_run.run_model_bench_and_exit(bench, where)

@@ -109,7 +109,7 @@ def run_bench_on_target(
             with closing(EngineRunner.from_setup(setup, options)) as runner:
                 return bench(runner, seed, bar)
 
-        run_bench_with_model(on_engine, where.with_default_model())
+        run_model_bench_and_exit(on_engine, where.with_default_model())
         return
 
     def on_server(bar: "ProgressBar") -> "BenchmarkReport":
@@ -124,7 +124,9 @@ def run_bench_on_target(
     run_and_exit(on_server, where.plot)
 
 
-def run_bench_with_model(bench: "Callable[[EngineSetup, ProgressBar], BenchmarkReport]", where: BenchTarget) -> None:
+def run_model_bench_and_exit(
+    bench: "Callable[[EngineSetup, ProgressBar], BenchmarkReport]", where: BenchTarget
+) -> None:
     """Set threads before torch is imported, find or make the model, measure, publish, exit."""
 
     def on_model(bar: "ProgressBar") -> "BenchmarkReport":

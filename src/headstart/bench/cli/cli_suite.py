@@ -65,7 +65,7 @@ def bench_shared_prefix(
     def search(runner: "JobRunner", new_seed: int, bar: "ProgressBar") -> "BenchmarkReport":
         plan = RateSearchPlan(
             "shared-prefix",
-            sizes.load_builder,
+            sizes.load_scenario_builder,
             new_seed,
             slo,
             RateSearchConfig(seconds),

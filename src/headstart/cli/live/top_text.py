@@ -48,7 +48,7 @@ class ReplicaFigures(msgspec.Struct):
     cache: dict[str, Any] = {}
 
 
-class ReceivedLiveFrame(msgspec.Struct):
+class LiveFrame(msgspec.Struct):
     """A frame of /v1/cache/live, of a server or of a router; see docs/live-page.md."""
 
     object: str
@@ -87,7 +87,7 @@ def render_screen(address: str, figures: Any, tree: Any | None, *, columns: int,
     Raises HeadstartError for answers that are not those of this version.
     """
     try:
-        frame = msgspec.convert(figures, ReceivedLiveFrame)
+        frame = msgspec.convert(figures, LiveFrame)
         reply = None if tree is None else msgspec.convert(tree, TreeReply)
         made = [f"Headstart  {frame.model or 'router'}  {address}", ""]
         made += _fleet(frame) if frame.object == "fleet.figures" else _server(frame)
@@ -98,7 +98,7 @@ def render_screen(address: str, figures: Any, tree: Any | None, *, columns: int,
     return [escape_unprintable(line)[:columns] for line in made[:rows]]
 
 
-def _server(frame: ReceivedLiveFrame) -> Iterator[str]:
+def _server(frame: LiveFrame) -> Iterator[str]:
     if frame.running is not None:
         yield (
             f"running {frame.running}, waiting {frame.waiting} | TTFT {_times(frame.ttft_ms)} | tok/s: prompt "
@@ -131,7 +131,7 @@ def _tenants(tenants: list[TenantFigures], held: Mapping[str, int]) -> Iterator[
         yield f"{one.tenant:<20} {numbers} {held.get(one.tenant, 0):>9,}  {cause}"
 
 
-def _fleet(frame: ReceivedLiveFrame) -> Iterator[str]:
+def _fleet(frame: LiveFrame) -> Iterator[str]:
     yield f"waiting {frame.queued} | TTFT {_times(frame.ttft_ms)} | policy {frame.policy}"
     yield from (
         "",

@@ -149,4 +149,4 @@ def calibrate(
 
         return run_calibration(setup, CalibrationConfig(out=out, blocks=blocks, output=output), bar)
 
-    cli_run.run_bench_with_model(run, BenchTarget(model or "", dtype=dtype, threads=threads, asked_seed=seed))
+    cli_run.run_model_bench_and_exit(run, BenchTarget(model or "", dtype=dtype, threads=threads, asked_seed=seed))

@@ -240,7 +240,7 @@ class BlockPool:
     ) -> list[int]:
         """Allocate `num` blocks for one owner of `tenant`, evicting idle blocks when no scratch blocks are left.
 
-        `by` is the id of the request. `zeroed`: `take_blocks_to_zero` reports all of them. `states`: they hold numbers
+        `by` is the id of the request. `zeroed`: `take_unzeroed_blocks` reports all of them. `states`: they hold numbers
         that are no keys, so they are cleared before their next use. The caller has checked `num_available`.
         """
         if num > len(self._scratch):
@@ -352,7 +352,7 @@ class BlockPool:
         self._versions += [0] * num
         self._block_hashes += [None] * num
         self._scratch += range(self.num_blocks - 1, start - 1, -1)
-        self._idle.grow_capacity(num)
+        self._idle.grow_capacity_by(num)
         self._max_history = max(self._max_history, self._history_pools * self.num_blocks)
         self._history.grow_capacity(self._max_history)
 
@@ -362,7 +362,7 @@ class BlockPool:
         Dropping a large pool at once would block for a while.
         """
         freed = 0
-        for table in (self._entries, *self._history.tables_to_dismantle, *self._idle.tables_to_dismantle):
+        for table in (self._entries, *self._history.teardown_tables, *self._idle.teardown_tables):
             while table and freed < num:
                 table.popitem()
                 freed += 1
@@ -431,7 +431,7 @@ class BlockPool:
         self._vacate(unused)
         self._forget(unused, EvictionRecord("replaced", "", self.now))
 
-    def drain_blocks_to_zero(self) -> list[int]:
+    def take_unzeroed_blocks(self) -> list[int]:
         """Return newly allocated blocks that must be cleared; each is reported once, before its first use."""
         blocks, self._to_zero = self._to_zero, []
         return blocks

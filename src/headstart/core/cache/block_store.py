@@ -63,7 +63,7 @@ class StoreStats:
 class BlockStore(Protocol):
     """A store of blocks outside the pool, of one model in one canonical form."""
 
-    def set_block_source(self, source: BlockSource) -> None:
+    def start_writing_from(self, source: BlockSource) -> None:
         """Start write-behind of offered blocks, which are read from `source`."""
         ...
 
@@ -114,7 +114,7 @@ class BlockStore(Protocol):
         """
         ...
 
-    def set_pinned(self, block_hashes: Iterable[BlockHash]) -> None:
+    def set_pinned_blocks(self, block_hashes: Iterable[BlockHash]) -> None:
         """Pin only these block hashes: their blocks are written first and never removed for space."""
         ...
 

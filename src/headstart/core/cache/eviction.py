@@ -43,7 +43,7 @@ class EvictionOrder(Protocol):
         ...
 
     @property
-    def tables_to_dismantle(self) -> "tuple[OrderedDict[int, None], ...]":
+    def teardown_tables(self) -> "tuple[OrderedDict[int, None], ...]":
         """The tables that hold the blocks."""
         ...
 
@@ -80,7 +80,7 @@ class LruOrder:
         return self._queue.popitem(last=False)[0]
 
     @property
-    def tables_to_dismantle(self) -> tuple[OrderedDict[int, None], ...]:
+    def teardown_tables(self) -> tuple[OrderedDict[int, None], ...]:
         return (self._queue,)
 
     def __len__(self) -> int:
@@ -144,7 +144,7 @@ class TwoQueueOrder:
         return (self._probation or self._protected).popitem(last=False)[0]
 
     @property
-    def tables_to_dismantle(self) -> tuple[OrderedDict[int, None], ...]:
+    def teardown_tables(self) -> tuple[OrderedDict[int, None], ...]:
         return self._probation, self._protected
 
     def __len__(self) -> int:

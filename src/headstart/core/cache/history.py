@@ -37,7 +37,7 @@ class EvictionHistory:
         self._generation = max(capacity // 2, 1)
 
     @property
-    def tables_to_dismantle(self) -> tuple[dict[BlockHash, EvictionRecord], dict[BlockHash, EvictionRecord]]:
+    def teardown_tables(self) -> tuple[dict[BlockHash, EvictionRecord], dict[BlockHash, EvictionRecord]]:
         """Both generations."""
         return self._young, self._old
 

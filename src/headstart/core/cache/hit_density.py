@@ -62,7 +62,7 @@ class ReuseModel:
         self._exposure = [[0.0] * len(WIDTHS) for _ in range(CLASSES)]
         self._values = [[0.0] * len(WIDTHS) for _ in range(CLASSES)]
 
-    def grow_capacity(self, num: int) -> None:
+    def grow_capacity_by(self, num: int) -> None:
         """Add state for `num` more blocks."""
         self.keys += [-1] * num
         self._uses += bytes(num)
@@ -271,7 +271,7 @@ class HitDensityOrder:
         self._place(block)
 
     @property
-    def tables_to_dismantle(self) -> tuple[OrderedDict[int, None], ...]:
+    def teardown_tables(self) -> tuple[OrderedDict[int, None], ...]:
         return (*self._queues.values(), self._parked)
 
     def __len__(self) -> int:

@@ -111,19 +111,19 @@ class IdleBlocks:
         return bool(self._seen) and self._protected_share > 0
 
     @property
-    def tables_to_dismantle(self) -> list[OrderedDict[int, None]]:
+    def teardown_tables(self) -> list[OrderedDict[int, None]]:
         """All tables that hold idle blocks, for a pool that is dismantled."""
         levels = (order for shelf in self._shelves.values() for order in shelf.levels.values())
-        return [table for order in levels for table in order.tables_to_dismantle] + [
+        return [table for order in levels for table in order.teardown_tables] + [
             s.aside for s in self._shelves.values()
         ]
 
-    def grow_capacity(self, num: int) -> None:
+    def grow_capacity_by(self, num: int) -> None:
         """Add state for `num` more blocks, none of them idle."""
         self.marks += bytes(num)
         self.tenants += [""] * num
         if self.model is not None:
-            self.model.grow_capacity(num)
+            self.model.grow_capacity_by(num)
 
     def __len__(self) -> int:
         return self._size

@@ -35,7 +35,9 @@ class RequestBlockDemand(NamedTuple):
 
 
 class PinnedPrefixes(BlockListener):
-    """The registry of one cache; a listener of its pool. The engine runs the requests that `take_requests` returns.
+    """The registry of one cache; a listener of its pool.
+
+    The engine runs the requests that `take_aborts_and_requests` returns.
 
     `demands` iterates over what must still fit beside the pins.
     """

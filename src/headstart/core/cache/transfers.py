@@ -124,7 +124,7 @@ class _Load:
 class StoreTransfers:
     """The transfers between one pool and one store, or none. Each step begins with `publish_loaded`.
 
-    While it plans, the scheduler calls `should_await_load`, `uses_store`, `find_loadable` and `begin`.
+    While it plans, the scheduler calls `should_await_load`, `may_load_from_store`, `find_loadable` and `begin`.
     """
 
     def __init__(self, cache: KVCache, store: BlockStore | None) -> None:
@@ -329,18 +329,18 @@ class StoreTransfers:
                 )
             self._store.mark_used(block_hashes)
 
-    def set_pinned(self, block_hashes: Iterable[BlockHash]) -> None:
+    def set_pinned_blocks(self, block_hashes: Iterable[BlockHash]) -> None:
         """Make the store keep these pinned blocks, and offer it those that it lacks."""
         if self._store is None:
             return
         pinned = list(block_hashes)
-        self._store.set_pinned(pinned)
+        self._store.set_pinned_blocks(pinned)
         for block_hash in pinned:
             entry = self._pool.published_entry(block_hash)
             if entry is not None:
                 self._offer(entry[0], block_hash, entry[1], entry[2])
 
-    def hashes_offered_from_pool(self, block_hashes: list[BlockHash]) -> list[BlockHash]:
+    def filter_offered_hashes(self, block_hashes: list[BlockHash]) -> list[BlockHash]:
         """Return those of these hashes whose content in the store, if any, came from the blocks published now."""
         return [block_hash for block_hash in block_hashes if block_hash in self._offered]
 
@@ -383,7 +383,7 @@ class StoreTransfers:
         """Write and publish the blocks that arrived; cancel the rest of the load if there is no space for it."""
         assert self._store is not None
         blocks = self._allocate(load, len(loaded.data))
-        dirty = self._pool.drain_blocks_to_zero()
+        dirty = self._pool.take_unzeroed_blocks()
         if dirty:  # before they are written, never after
             executor.zero_blocks(dirty)
         for block, data in zip(blocks, loaded.data, strict=False):

@@ -38,11 +38,11 @@ class SuspectBlockHandler:
         states, started = self._cache.checkpoints, () if seq.started_from is None else (seq.started_from,)
         suspects = (*(suspect for suspect in found if suspect is not None), *states.published_pages(started))
         left = states.published_pages(seq.checkpoints)
-        self._transfers.discard_corrupt(self._transfers.hashes_offered_from_pool([page.block_hash for page in left]))
+        self._transfers.discard_corrupt(self._transfers.filter_offered_hashes([page.block_hash for page in left]))
         self._pool.discard_corrupt([page.block for page in left])
         own = [index for index in range(len(seq.block_ids)) if index not in shared]
         block_hashes = [suspect.block_hash for index in own if (suspect := self._published(seq, index)) is not None]
-        self._transfers.discard_corrupt(self._transfers.hashes_offered_from_pool(block_hashes))
+        self._transfers.discard_corrupt(self._transfers.filter_offered_hashes(block_hashes))
         self._pool.discard_corrupt([seq.block_ids[index] for index in own])
         if seq.was_recomputed or not (shared or suspects) or not self._admission.fits_beside_pinned_blocks(seq):
             return False

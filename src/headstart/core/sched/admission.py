@@ -33,7 +33,7 @@ class AdmissionControl:
     def can_admit(self, seq: Sequence, hit: PrefixHit, running: OrderedSequences, reserved: int) -> bool:
         """Return whether the whole prompt, less its hit, fits; beside running ones also all expected growth.
 
-        `reserved` is the growth of the running sequences: the sum of their `reserved_blocks`.
+        `reserved` is the growth of the running sequences: the sum of their `blocks_reserved_for_sequence`.
         """
         cache = self._cache
         if not running:
@@ -101,7 +101,7 @@ class AdmissionControl:
         """Return the length of its block table at its end: as expected, or the maximum if it is non-preemptible."""
         longest = self._longest(seq)
         expected = longest if is_non_preemptible(seq) else min(longest, len(seq.request.prompt) + int(self._mean))
-        return self._blocks_at(max(expected, seq.num_tokens + 1))
+        return self._blocks_at(max(expected, seq.num_tokens_with_pending + 1))
 
     def _longest(self, seq: Sequence) -> int:
         """Return its longest length; without output the KV of its last token is computed too, as before a token."""

@@ -32,7 +32,7 @@ class IdealCache:
     def __len__(self) -> int:
         return len(self._young | self._old)
 
-    def num_cached_blocks(self, block_hashes: list[BlockHash]) -> int:
+    def num_cached_prefix_blocks(self, block_hashes: list[BlockHash]) -> int:
         """Return the number of leading `block_hashes`, one chain, that are remembered. Changes nothing."""
         known = _num_leading(block_hashes, self._young, 0)
         if known < len(block_hashes) and block_hashes[known] in self._old:

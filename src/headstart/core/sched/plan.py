@@ -61,7 +61,7 @@ class StepPlan:
         share = self._share(seq)
         if share is None:
             return False
-        return (share.num_rows if seq.num_tokens - start == 1 else share.num_prompt_tokens) <= 0
+        return (share.num_rows if seq.num_tokens_with_pending - start == 1 else share.num_prompt_tokens) <= 0
 
     def add_chunk(self, seq: Sequence, start: int, n: int, want: int, *, writes: bool, extra: int = 0) -> None:
         """Plan `n` of the last `want` tokens of `seq`, from `start` on.

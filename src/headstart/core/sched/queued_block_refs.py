@@ -13,7 +13,7 @@ MAX_UNCOUNTED = 256
 
 
 class QueuedBlockRefCounts:
-    """A multiset of block hashes; membership is valid once `count` has been called since the last change."""
+    """A multiset of block hashes; membership is valid after `add_pending_to_counts`, until the next change."""
 
     def __init__(self) -> None:
         self._counts: Counter[BlockHash] = Counter()

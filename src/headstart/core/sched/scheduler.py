@@ -344,7 +344,7 @@ class Scheduler:
         """Admit a waiting sequence and plan its first chunk; otherwise return False and change nothing."""
         if hit.state and not self.running and not self._fits(seq, hit, reserved):
             hit = NO_HIT  # alone it fits, but not beside the pages of the state that it would begin from
-        want = seq.num_tokens - hit.num_tokens
+        want = seq.num_tokens_with_pending - hit.num_tokens
         n = plan.chunk_len_within_budget(seq, hit.num_tokens, want, alone=len(self._sequences) == 1)
         n = self.transfers.max_chunk_len(seq, hit.num_tokens, n)
         extra = self._charge_for(hit)
@@ -466,7 +466,7 @@ class Scheduler:
         for seq in running:
             tenant, is_one = seq.request.tenant, is_decoding(seq)
             decodes[tenant] += is_one
-            prompts[tenant] += seq.num_tokens - seq.next_start - is_one
+            prompts[tenant] += seq.num_tokens_with_pending - seq.next_start - is_one
         for tenant in self.waiting.tenants:
             prompts[tenant] += self.waiting.queue_of(tenant).num_tokens_to_compute(self.block_size, most)
         demands = {tenant: TenantStepDemand(decodes[tenant], num) for tenant, num in prompts.items()}
@@ -592,7 +592,7 @@ class Scheduler:
             self._row_with_draft_failed(seq, chunk)
             return None
         if kind is RowErrorKind.NON_FINITE and self.trust.on_nonfinite_row(seq, chunk.start + len(chunk.token_ids)):
-            self.accounting.on_corruption_recompute(seq)
+            self.accounting.record_full_recompute(seq)
             self._requeue(seq)
             return None
         self.counters.num_row_errors += 1

@@ -1,6 +1,6 @@
 """TenantQueues: a waiting queue per tenant, so that the order of a tenant's sequences depends on its own only.
 
-The scheduler says which tenant is next (`rank`); within it, the order is that of its TenantWaitingQueue.
+The scheduler says which tenant is next (`rank`); within it, the order is that of its SingleTenantQueue.
 """
 
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from headstart.core.cache.block_pool import BlockListener, BlockPool
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.request import Sequence
-from headstart.core.sched.waiting_queue import WAITING, PrefixGroup, TenantWaitingQueue
+from headstart.core.sched.waiting_queue import WAITING, PrefixGroup, SingleTenantQueue
 
 Rank = Callable[[str], tuple[float, ...]]
 
@@ -21,11 +21,11 @@ class TenantQueues(BlockListener):
     ) -> None:
         """`rank`: the tenant with the smallest is next."""
         self._key = WAITING[policy]
-        self.references = policy == "fcfs"  # of each queue; see TenantWaitingQueue
-        self._new = lambda: TenantWaitingQueue(pool, policy, k, reads)
+        self.references = policy == "fcfs"  # of each queue; see SingleTenantQueue
+        self._new = lambda: SingleTenantQueue(pool, policy, k, reads)
         self._rank = rank
-        self._queues: dict[str, TenantWaitingQueue] = {}  # kept when empty: k-LPM counts admissions
-        self._waiting: dict[str, TenantWaitingQueue] = {}  # those that are not empty
+        self._queues: dict[str, SingleTenantQueue] = {}  # kept when empty: k-LPM counts admissions
+        self._waiting: dict[str, SingleTenantQueue] = {}  # those that are not empty
         self._skipped: set[str] = set()  # until the end of this step
         pool.planners.append(self)
 
@@ -44,7 +44,7 @@ class TenantQueues(BlockListener):
         """The tenants of waiting sequences."""
         return list(self._waiting)
 
-    def queue_of(self, tenant: str) -> TenantWaitingQueue:
+    def queue_of(self, tenant: str) -> SingleTenantQueue:
         """Return the queue of a tenant that has waiting sequences."""
         return self._waiting[tenant]
 
@@ -100,16 +100,16 @@ class TenantQueues(BlockListener):
         """Move a sequence whose match is only `depth` blocks long to its right group."""
         self._queue(seq).regroup_sequence(seq, depth)
 
-    def max_published_blocks(self, seq: Sequence) -> int:
+    def published_blocks_upper_bound(self, seq: Sequence) -> int:
         """Return its number of published leading blocks as recorded; at least the actual number."""
-        return self._queue(seq).max_published_blocks(seq)
+        return self._queue(seq).published_blocks_upper_bound(seq)
 
     def on_block_published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
         """Record a published block, for `refresh`."""
         for queue in self._waiting.values():
             queue.on_block_published(block_hash)
 
-    def _queue(self, seq: Sequence) -> TenantWaitingQueue:
+    def _queue(self, seq: Sequence) -> SingleTenantQueue:
         return self._queues[seq.request.tenant]
 
     def _drop_if_empty(self, seq: Sequence) -> None:

@@ -105,7 +105,7 @@ class TokenAccounting:
             counters.prefill_tokens += min(start + n, known) - start
             counters.replayed_tokens += max(min(start + n, seq.num_covered_tokens) - start, 0)
 
-    def on_corruption_recompute(self, seq: Sequence) -> None:
+    def record_full_recompute(self, seq: Sequence) -> None:
         """Note that a sequence is computed again from its first token, in its second run."""
         self.counters.num_recomputes += 1
         self.forget_reuse(seq)
@@ -155,7 +155,7 @@ class TokenAccounting:
 
     def _num_ideal(self, block_hashes: list[BlockHash]) -> int:
         """Return the number of leading `block_hashes` that a perfect cache or the real one holds."""
-        known = self._ideal.num_cached_blocks(block_hashes)
+        known = self._ideal.num_cached_prefix_blocks(block_hashes)
         while known < len(block_hashes) and self._transfers.in_pool_or_store(block_hashes[known]):
             known += 1
         return known

@@ -94,7 +94,7 @@ Entry = tuple[tuple[float, ...], PrefixGroup]
 _RECOMPUTE = BlockHash(b"//recompute")  # not a block hash (a digest); keys of single sequences begin with one /
 
 
-class TenantWaitingQueue:
+class SingleTenantQueue:
     """The waiting sequences of one tenant in the order of a policy.
 
     `lpm` is k-LPM: of every `k` admissions the first is the oldest waiting sequence, the other k - 1 are those with the
@@ -191,7 +191,7 @@ class TenantWaitingQueue:
         self.remove(seq)
         self._insert(seq, depth)
 
-    def max_published_blocks(self, seq: Sequence) -> int:
+    def published_blocks_upper_bound(self, seq: Sequence) -> int:
         """Return its number of published leading blocks as recorded; at least the actual number."""
         return self._of[seq.request_id].depth
 

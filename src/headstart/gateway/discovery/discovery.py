@@ -48,7 +48,7 @@ class Discovery(Protocol):
         """Return a short description for the banner: "2 replicas", "file:replicas.txt"."""
         ...
 
-    async def report_changes(self, changed: Changed) -> None:
+    async def watch_replicas(self, changed: Changed) -> None:
         """Call `changed` with all replicas, at once and after every change, until cancelled.
 
         Errors on the way (an unreadable file, a name that does not resolve) are logged on stderr, and the last known
@@ -67,7 +67,7 @@ class StaticDiscovery:
         count = len(self._addresses)
         return f"{count} replica{'' if count == 1 else 's'}"
 
-    async def report_changes(self, changed: Changed) -> None:
+    async def watch_replicas(self, changed: Changed) -> None:
         changed(self._addresses)
         await asyncio.Event().wait()
 
@@ -178,8 +178,8 @@ class DnsDiscovery:
     def describe(self) -> str:
         return f"dns:{self._name}:{self._port}"
 
-    async def report_changes(self, changed: Changed) -> None:
-        """As Discovery.watch. A name that does not resolve at first has no replicas until it does."""
+    async def watch_replicas(self, changed: Changed) -> None:
+        """As Discovery.watch_replicas. A name that does not resolve at first has no replicas until it does."""
         listing = ReplicaListNotifier(self.describe(), changed, self._log, items="addresses")
         while True:
             try:
@@ -213,8 +213,8 @@ class FileDiscovery:
     def describe(self) -> str:
         return f"file:{self._path}"
 
-    async def report_changes(self, changed: Changed) -> None:
-        """As Discovery.watch. Raises ConfigError for a file that cannot be read at first."""
+    async def watch_replicas(self, changed: Changed) -> None:
+        """As Discovery.watch_replicas. Raises ConfigError for a file that cannot be read at first."""
         read = await asyncio.to_thread(_look, self._path)
         listing = ReplicaListNotifier(self.describe(), changed, self._log)
         listing.publish_if_changed(DiscoveredReplicas(await asyncio.to_thread(read_replica_file, self._path)))

@@ -63,8 +63,8 @@ class KubernetesDiscovery:
     def describe(self) -> str:
         return str(self._target)
 
-    async def report_changes(self, changed: Changed) -> None:
-        """As Discovery.watch; the first call follows the first complete answer of the API server.
+    async def watch_replicas(self, changed: Changed) -> None:
+        """As Discovery.watch_replicas; the first call follows the first complete answer of the API server.
 
         Raises ConfigError if there is no cluster, or kubernetes_asyncio is not installed.
         """

@@ -22,14 +22,14 @@ from zmq.utils.monitor import parse_monitor_message
 
 from headstart.gateway.kv_events.kv_event_intake import (
     KVEventApplier,
-    PublisherAbuseTracker,
+    PublisherAbuseRecord,
     Reconfigured,
     UntrustedPublisherError,
 )
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.http.logs import ServerLog
 from headstart.router.index.event_sequencer import DueBatches, EventSequencer
-from headstart.router.index.kv_event_index import NOT_USED, KVEventIndex
+from headstart.router.index.kv_event_index import NOT_USED, ReplicaKVEventIndex
 
 POLL_SECONDS = 0.5  # the longest interval between two checks
 QUIET_SECONDS = 1.0  # after the last live batch, before a replay is requested to learn whether it was the last
@@ -132,14 +132,19 @@ class KVEventConsumer:
     """
 
     def __init__(
-        self, address: ReplicaAddress, index: KVEventIndex, *, kind: str, reconfigured: Reconfigured | None = None
+        self,
+        address: ReplicaAddress,
+        index: ReplicaKVEventIndex,
+        *,
+        kind: str,
+        reconfigured: Reconfigured | None = None,
     ) -> None:
         assert address.events is not None, f"{address.url} publishes no events"
         self.address = address
         self.is_connected = False
         self.is_suspended = False  # its events are ignored for a while
         self.last_heard: float | None = None  # of a batch, live or replayed; seconds, time.monotonic()
-        self._trust = PublisherAbuseTracker()
+        self._trust = PublisherAbuseRecord()
         self._intake = KVEventApplier(index, kind, self._trust, self._say, reconfigured)
         self._feed = EventSequencer(replays=address.replay is not None)
         self._replay: ReplaySocket | None = None
@@ -148,12 +153,12 @@ class KVEventConsumer:
         self._was_blind = False
 
     @property
-    def index(self) -> KVEventIndex:
+    def index(self) -> ReplicaKVEventIndex:
         """The index that is kept current. It may be replaced: a new one is filled again if there is a replay socket."""
         return self._intake.index
 
     @index.setter
-    def index(self, index: KVEventIndex) -> None:
+    def index(self, index: ReplicaKVEventIndex) -> None:
         self._intake.replace_index(index)
         self._feed.reset()
         self._active_at = time.monotonic()
@@ -298,10 +303,10 @@ class KVEventConsumer:
     async def _offer(self, frames: list[bytes], *, replayed: bool) -> None:
         """Handle one message: its last two frames are batch number and batch; frames before them are ignored."""
         await self._intake.yield_if_due()
-        self._trust.count_bytes(sum(map(len, frames)), time.monotonic())
+        self._trust.enforce_byte_rate(sum(map(len, frames)), time.monotonic())
         number = int.from_bytes(frames[-2], "big", signed=True) if len(frames) > 1 and len(frames[-2]) == 8 else -1
         if number < 0 or len(frames) > MAX_FRAMES:
-            self._intake.count_invalid_message("it sent a message that is no numbered batch")
+            self._intake.strike_for_invalid_message("it sent a message that is no numbered batch")
             return
         self.last_heard = time.monotonic()
         await self._take(self._feed.offer(number, frames[-1], replayed=replayed))

@@ -4,7 +4,7 @@ After SLICE_SECONDS of work other tasks of the event loop run; `match` then sees
 the engine's cache was in. A batch or a removal that cannot be read clears the index, as a gap without replay does: a
 replay would bring the same bytes.
 
-PublisherAbuseTracker: when a publisher of KV events is suspended, and for how long.
+PublisherAbuseRecord: when a publisher of KV events is suspended, and for how long.
 
 A strike is a batch that cannot be read, a removal that cannot be read, or an index that exceeded its capacity. Several
 strikes in a short time, or more bytes than any engine publishes, suspend the publisher; a suspension soon after another
@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 from headstart.core.cache.events import AllBlocksCleared, BlockStored, Event
 from headstart.gateway.kv_events.kv_event_decoding import KVEventDecoder
-from headstart.router.index.kv_event_index import FREED, KVEventIndex
+from headstart.router.index.kv_event_index import FREED, ReplicaKVEventIndex
 
 SLICE_SECONDS = 0.002  # of applying events before other tasks run
 
-Reconfigured = Callable[[int], KVEventIndex]
+Reconfigured = Callable[[int], ReplicaKVEventIndex]
 MAX_STRIKES = 8  # within STRIKE_SECONDS
 STRIKE_SECONDS = 60.0
 FIRST_SUSPENSION = 5.0  # seconds
@@ -35,7 +35,7 @@ class UntrustedPublisherError(Exception):
     """The publisher is suspended."""
 
 
-class PublisherAbuseTracker:
+class PublisherAbuseRecord:
     """The strikes and bytes of one publisher."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class PublisherAbuseTracker:
             raise UntrustedPublisherError(f"{reason}, and {MAX_STRIKES} such faults within {STRIKE_SECONDS:.0f} s")
         return is_first
 
-    def count_bytes(self, num_bytes: int, now: float) -> None:
+    def enforce_byte_rate(self, num_bytes: int, now: float) -> None:
         """Count bytes. Raises UntrustedPublisherError if there were too many."""
         self._bytes += (now - self._refilled_at) * BYTES_PER_SECOND
         self._bytes = min(self._bytes, BURST_BYTES) - num_bytes
@@ -86,9 +86,9 @@ class KVEventApplier:
 
     def __init__(
         self,
-        index: KVEventIndex,
+        index: ReplicaKVEventIndex,
         kind: str,
-        trust: PublisherAbuseTracker,
+        trust: PublisherAbuseRecord,
         say: Callable[[str], None],
         reconfigured: Reconfigured | None = None,
     ) -> None:
@@ -112,7 +112,7 @@ class KVEventApplier:
         of_index = {key: value + self._past[key] for key, value in self.index.counts.items()}
         return {"batches": self._num_batches, "voids": self._num_voids, **self._decoder.counts, **of_index}
 
-    def replace_index(self, index: KVEventIndex) -> None:
+    def replace_index(self, index: ReplicaKVEventIndex) -> None:
         """Continue with another index; a batch in progress is abandoned, since it belongs to the previous one."""
         self._replace(index)
         self._num_swaps += 1
@@ -124,7 +124,7 @@ class KVEventApplier:
         self.index.clear()
         self._decoder.reset()
 
-    def count_invalid_message(self, reason: str) -> None:
+    def strike_for_invalid_message(self, reason: str) -> None:
         """Count a message that is no batch. Raises UntrustedPublisherError."""
         self._decoder.counts["undecodable"] += 1
         self._strike(reason)
@@ -154,7 +154,7 @@ class KVEventApplier:
                 await self.yield_if_due()
                 if swaps != self._num_swaps:
                     return
-        while self.index.dismantle_some(FREED):  # free what was cleared; later batches free the rest
+        while self.index.free_discarded_entries(FREED):  # free what was cleared; later batches free the rest
             await self.yield_if_due()
 
     async def yield_if_due(self) -> None:
@@ -187,7 +187,7 @@ class KVEventApplier:
         self._say(f"its blocks have {size} tokens, not {self.index.block_size}")
         self._replace(self._reconfigured(size))
 
-    def _replace(self, index: KVEventIndex) -> None:
+    def _replace(self, index: ReplicaKVEventIndex) -> None:
         for key, value in self.index.counts.items():
             self._past[key] += value
         self.index, self._num_overflows = index, index.counts["over_capacity"]

@@ -209,7 +209,7 @@ class EndpointPicker:
             if events is None or not piece:
                 return
             try:
-                events.take_relayable_bytes(piece)
+                events.feed_and_take_relayable(piece)
             except InvalidReplicaResponseError:  # Envoy passes it on all the same
                 events = None
                 return

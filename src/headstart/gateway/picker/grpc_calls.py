@@ -77,7 +77,7 @@ class GrpcConnectionTable:
         if is_last:
             self.table.set_idle(connection)
 
-    def schedule_frame_handling(self, connection: "GrpcConnection") -> None:
+    def handle_or_queue_frames(self, connection: "GrpcConnection") -> None:
         """Have a connection handle its frames: in this turn of the event loop, if it has not done too much already."""
         self._queue.append(connection)
         self._handle()

@@ -111,7 +111,7 @@ class GrpcConnection(asyncio.Protocol):
         self._buffer += data
         if not self._is_queued:
             self._is_queued = True
-            self._callers.schedule_frame_handling(self)
+            self._callers.handle_or_queue_frames(self)
             self._update_reading()
 
     def handle_some_frames(self) -> tuple[int, bool]:

@@ -21,7 +21,7 @@ from headstart.gateway.proxy.relay import AnswerRelay
 from headstart.http.http_errors import HttpError
 from headstart.router.endpoint import Endpoint
 from headstart.router.filters import matches_model_and_subset
-from headstart.router.flow_queue import FlowQueue, WaitingRequest
+from headstart.router.flow_queue import FairQueue, WaitingRequest
 from headstart.router.router import Router
 
 TIMEOUT_HEADER = b"x-headstart-timeout-ms"
@@ -37,7 +37,7 @@ class FlowControl:
     """
 
     def __init__(self, router: Router, relay: AnswerRelay, limit: int, timeout: float) -> None:
-        self.queue = FlowQueue()
+        self.queue = FairQueue()
         self.num_expired = 0
         self._router = router
         self._relay = relay
@@ -122,7 +122,7 @@ class ReplicaWaitQueue:
             self._up.set()
             self._up = asyncio.Event()
 
-    def on_removing(self, url: str) -> None:
+    def on_replica_removing(self, url: str) -> None:
         """Note that a replica is about to be removed; another one may take its place, as in a rolling update."""
         if url in self._router.endpoints:
             self._removed_at = time.monotonic()

@@ -3,7 +3,7 @@
 Until the client has received part of an answer, every failure is retried at another replica: a stream of comments alone
 is not yet an answer, and an answer in one piece is kept until it is complete. After that a failure is an error event.
 
-SendWithTimeout: aborts a response whose client does not read it.
+SendWithClientTimeout: aborts a response whose client does not read it.
 
 A timer per message would cost as much as relaying a token; one per request, which checks periodically, costs nothing.
 """
@@ -24,7 +24,7 @@ from headstart.gateway.proxy.flow_control import FlowControl, ReplicaWaitQueue, 
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.relay import AnswerRelay, Attempt, send_in_slices
 from headstart.gateway.proxy.replies import (
-    LiveDecisionList,
+    WatchedRoutingDecisions,
     check_if_event_stream,
     client_session_options,
     decision_header,
@@ -59,7 +59,7 @@ Each loss is retried over a new connection, so connections that replicas closed 
 
 
 Placed = Callable[["ReplicaProxy", ProxiedCall], AbstractAsyncContextManager[RoutedInFlight]]
-"""Places a request for one attempt, by `ReplicaProxy.place`; the context ends with the attempt. Raises
+"""Places a request for one attempt, by `ReplicaProxy.choose_and_record`; the context ends with the attempt. Raises
 NoReplicaError."""
 
 
@@ -89,7 +89,7 @@ class ReplicaProxy:
         self.held = HeldBytesBudget()
         self.relay = AnswerRelay(router)
         self.flow = FlowControl(router, self.relay, options.flow_control, options.queue_timeout)
-        self.decisions = LiveDecisionList()
+        self.decisions = WatchedRoutingDecisions()
         self._session = session
         self._fresh = aiohttp.ClientSession(  # a new connection for each request: none of them has been idle
             connector=aiohttp.TCPConnector(limit=0, force_close=True, ttl_dns_cache=10), **client_session_options()
@@ -182,7 +182,7 @@ class ReplicaProxy:
             task.cancel()
 
         watcher = asyncio.create_task(watch())
-        timed_send = SendWithTimeout(send, task, WRITE_SECONDS)
+        timed_send = SendWithClientTimeout(send, task, WRITE_SECONDS)
         try:
             await self.flow.wait(call)
             await self._serve(call, timed_send)
@@ -357,7 +357,7 @@ def _retry_failed_connections(call: ProxiedCall) -> None:
     call.tried[:] = kept
 
 
-class SendWithTimeout:
+class SendWithClientTimeout:
     """Sends as `send` does. Cancels `task`, and sets `is_over`, once the client has read nothing for `seconds`.
 
     Detection may take a quarter longer. The creator closes it.

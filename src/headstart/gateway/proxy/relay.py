@@ -205,7 +205,7 @@ class AnswerRelay:
     def _read(self, attempt: Attempt, stream: SSEStreamReader | JSONLinesReader, piece: bytes) -> bytes:
         """Record the progress that a piece of a stream shows; return the bytes that may be relayed."""
         call, in_flight, (activity, wait) = attempt
-        passed = stream.take_relayable_bytes(piece)
+        passed = stream.feed_and_take_relayable(piece)
         call.num_events, call.is_mid_event = stream.num_events, stream.is_mid_event
         if stream.num_rest_bytes or call.num_rest_bytes:
             call.reserve_event_bytes(stream.num_rest_bytes)

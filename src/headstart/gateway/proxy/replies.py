@@ -60,7 +60,7 @@ MAX_RESPONSES = 32_768  # about 300 bytes each
 
 def client_session_options() -> dict[str, Any]:
     """Return the options of a session with replicas: no decompression, bounded interim responses, no cookies."""
-    return {"auto_decompress": False, "response_class": BoundedReplicaResponse, "cookie_jar": aiohttp.DummyCookieJar()}
+    return {"auto_decompress": False, "response_class": InterimLimitedResponse, "cookie_jar": aiohttp.DummyCookieJar()}
 
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -68,7 +68,7 @@ JSON_ROUTES = UNCACHED | {api.path for api in APIS}
 """The routes whose answers are JSON objects, or streams of them."""
 
 
-class BoundedReplicaResponse(aiohttp.ClientResponse):
+class InterimLimitedResponse(aiohttp.ClientResponse):
     """A response with a bounded number of interim responses before it."""
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
@@ -223,7 +223,7 @@ def decision_header(decision: RoutingDecision) -> bytes:
     return json.dumps(_explained(decision), separators=(",", ":")).encode()
 
 
-class LiveDecisionList:
+class WatchedRoutingDecisions:
     """The latest routing decisions with the price of each replica; noted only while someone watches."""
 
     def __init__(self) -> None:
@@ -236,7 +236,7 @@ class LiveDecisionList:
             self._next = now + WATCH_INTERVAL
             self._latest.appendleft(_explained(decision))
 
-    def list_and_keep_recording(self, now: float) -> list[dict[str, Any]]:
+    def list_and_extend_watch(self, now: float) -> list[dict[str, Any]]:
         """Return the noted decisions, newest first, and note further ones for a while."""
         self._until = now + WATCH_SECONDS
         return list(self._latest)

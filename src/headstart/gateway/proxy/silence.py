@@ -75,7 +75,7 @@ class AwaitedAttempt:
         self.task.cancel()
 
     @property
-    def expected_uncached_prefill_seconds(self) -> float:
+    def prefill_seconds_if_uncached(self) -> float:
         """The expected duration of its prefill if nothing is cached."""
         work = PrefillWork.of(self.decision.view.num_prompt_tokens, 0, self.num_streams)
         return self.decision.endpoint.load.rates.prefill_ms(work, self.decision.endpoint.load.max_step_tokens) / 1e3
@@ -132,7 +132,7 @@ class SilenceDetector:
         """Stop watching an attempt that has ended, with success or without."""
         activity.waits.pop(wait, None)
 
-    def on_removing(self, name: str) -> None:
+    def on_replica_removing(self, name: str) -> None:
         """Forget a removed replica; its attempts may still end."""
         self._activities.pop(name, None)
 
@@ -169,7 +169,7 @@ class SilenceDetector:
         least = MIN_LATE if endpoint.load.learner.num_samples >= YOUNG else MIN_LATE_YOUNG
         work = answer = 0.0
         for wait in activity.waits:
-            work += wait.expected_uncached_prefill_seconds
+            work += wait.prefill_seconds_if_uncached
             answer = max(answer, wait.max_answer_seconds)
             if now - max(wait.sent_at, activity.progress_at) > max(least, LATE * work) + answer:
                 return self._others_answer(name, wait.sent_at)

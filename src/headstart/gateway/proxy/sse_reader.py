@@ -114,7 +114,7 @@ class SSEStreamReader:
         self._hides_usage = hides_usage
         self._rest = bytearray()
 
-    def take_relayable_bytes(self, piece: bytes) -> bytes:
+    def feed_and_take_relayable(self, piece: bytes) -> bytes:
         """Process a piece of the stream; return the bytes that may be relayed, perhaps none.
 
         Raises InvalidReplicaResponseError for what is long and no event, and for comments between two events that
@@ -160,7 +160,7 @@ class SSEStreamReader:
         self.is_mid_event, self._seam = False, b""
         self._add(read_usage_at_end(bytes(self._tail).rstrip()))
         self.is_done = self.is_done or self._is_last
-        return piece[:end] + (self.take_relayable_bytes(piece[end:]) if end < len(piece) else b"")
+        return piece[:end] + (self.feed_and_take_relayable(piece[end:]) if end < len(piece) else b"")
 
     def flush(self) -> bytes:
         """Return the incomplete rest at the end of the stream."""
@@ -268,7 +268,7 @@ class JSONLinesReader:
         self._end = end.last
         self._rest = b""
 
-    def take_relayable_bytes(self, piece: bytes) -> bytes:
+    def feed_and_take_relayable(self, piece: bytes) -> bytes:
         """Process a piece of the stream; return its complete lines. Raises InvalidReplicaResponseError for an
         endless line."""
         whole, newline, self._rest = (self._rest + piece).rpartition(b"\n")

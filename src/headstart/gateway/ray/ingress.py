@@ -24,7 +24,7 @@ from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.proxy import ReplicaProxy
 from headstart.gateway.proxy.replies import client_session_options
 from headstart.gateway.proxy.request_reader import RequestParser
-from headstart.gateway.ray.placement_ticket import FleetIntroduction, PlacementRequest, RayReplicaListing
+from headstart.gateway.ray.placement_ticket import PlacementRequest, RayReplicaListNotifier, RayRouterWarmupCall
 from headstart.gateway.run_gateway import KEEPALIVE_SECONDS, load_router_tokenizer
 from headstart.http.decision_log_writer import DecisionLog
 from headstart.http.logs import ServerLog
@@ -49,12 +49,12 @@ class Ingress:
         reader = RequestParser(load_router_tokenizer(router.tokenizer), frozenset(server.prompt_rule))
         self._decisions = decisions = DecisionLog(Path(router.decision_log)) if router.decision_log else None
         self._state = state = GatewayState(
-            router, server, self._session, reader, log, decisions, placement.place_for_attempt
+            router, server, self._session, reader, log, decisions, placement.hold_replica_for_attempt
         )
         if router.tokenizer == "auto":
             state.load_tokenizer_when_known(log)
         self._app = _without_request_id(build_gateway_app(state))
-        await placement.report_replicas_to(RayReplicaListing(state.members.on_replicas_changed))
+        await placement.report_replicas_to(RayReplicaListNotifier(state.members.on_replicas_changed))
         await state.members.seen.wait()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -95,15 +95,15 @@ class RayRequestPlacer:
     def __init__(self, handle: Any) -> None:
         self._hold = handle.options(method_name="hold")
         self._greet = handle.options(method_name="greet")
-        self._fleet: RayReplicaListing | None = None
+        self._fleet: RayReplicaListNotifier | None = None
 
-    async def report_replicas_to(self, fleet: RayReplicaListing) -> None:
+    async def report_replicas_to(self, fleet: RayReplicaListNotifier) -> None:
         """Have Ray report its replicas to `fleet` from now on; return when the first replica runs."""
         self._fleet = fleet
-        await self._greet.remote(FleetIntroduction(fleet))
+        await self._greet.remote(RayRouterWarmupCall(fleet))
 
     @asynccontextmanager
-    async def place_for_attempt(self, proxy: ReplicaProxy, call: ProxiedCall) -> AsyncGenerator[RoutedInFlight]:
+    async def hold_replica_for_attempt(self, proxy: ReplicaProxy, call: ProxiedCall) -> AsyncGenerator[RoutedInFlight]:
         """Place a request for one attempt. Raises NoReplicaError."""
         fleet = self._fleet
         if fleet is None:

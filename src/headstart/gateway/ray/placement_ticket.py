@@ -1,4 +1,6 @@
-"""PlacementRequest: one request's question to Ray's request router. RayReplicaListing: the replicas that Ray lists.
+"""PlacementRequest: one request's question to Ray's request router.
+
+RayReplicaListNotifier: tells of the replicas that Ray lists.
 
 Ray calls its request router in a thread of its own, the router of this package lives on the event loop of the ingress.
 Both classes carry values from one to the other; neither blocks.
@@ -16,7 +18,7 @@ Place = Callable[[Collection[str]], RoutedInFlight]
 """Places a request at one of the named replicas, and records that. Raises NoReplicaError."""
 
 
-class RayReplicaListing:
+class RayReplicaListNotifier:
     """The replicas that Ray lists. Create it on the loop on which `changed` is to be called."""
 
     def __init__(self, changed: Callable[[Sequence[ReplicaAddress]], None]) -> None:
@@ -40,7 +42,7 @@ class PlacementRequest:
     A replica receives `request_id` in its place.
     """
 
-    def __init__(self, request_id: str, fleet: RayReplicaListing, place: Place) -> None:
+    def __init__(self, request_id: str, fleet: RayReplicaListNotifier, place: Place) -> None:
         self.request_id = request_id
         self.fleet = fleet
         self.decision: asyncio.Future[RoutedInFlight] = fleet.loop.create_future()
@@ -72,10 +74,10 @@ class PlacementRequest:
         return [in_flight.endpoint.name, *in_flight.fallbacks]
 
 
-class FleetIntroduction:
+class RayRouterWarmupCall:
     """A call that goes to any replica: by it Ray's request router gets to know the fleet before the first request."""
 
-    def __init__(self, fleet: RayReplicaListing) -> None:
+    def __init__(self, fleet: RayReplicaListNotifier) -> None:
         self.fleet = fleet
 
     def __reduce__(self) -> tuple[Any, ...]:

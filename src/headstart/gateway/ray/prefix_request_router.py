@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from headstart.gateway.ray.placement_ticket import FleetIntroduction, PlacementRequest, RayReplicaListing
+from headstart.gateway.ray.placement_ticket import PlacementRequest, RayReplicaListNotifier, RayRouterWarmupCall
 
 
 class PrefixRequestRouter(RequestRouter):
@@ -17,7 +17,7 @@ class PrefixRequestRouter(RequestRouter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._fleet: RayReplicaListing | None = None
+        self._fleet: RayReplicaListNotifier | None = None
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -27,7 +27,7 @@ class PrefixRequestRouter(RequestRouter):
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # without it, Ray asks again without a pause
         ticket = pending_request.args[0]
-        assert isinstance(ticket, PlacementRequest | FleetIntroduction), "a call without a ticket"
+        assert isinstance(ticket, PlacementRequest | RayRouterWarmupCall), "a call without a ticket"
         if ticket.fleet is not self._fleet:
             self._fleet = ticket.fleet
             self._report()

@@ -15,7 +15,7 @@ from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
 from headstart.gateway.replicas.replica_monitor import DEFAULT_BLOCK, MonitoredReplica
 from headstart.http.logs import ServerLog
 from headstart.router.index.approximate_index import MAX_UNKNOWN_BLOCKS, ApproximateIndex
-from headstart.router.index.kv_event_index import MAX_BLOCKS, KVEventIndex
+from headstart.router.index.kv_event_index import MAX_BLOCKS, ReplicaKVEventIndex
 from headstart.router.index.modelled_pool import MakePool, ModelledPool
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.routing_request import router_root
@@ -53,7 +53,7 @@ class KVEventSubscriptions:
         if consumer is None:
             kind = member.metrics.kind or "vllm"
 
-            def reconfigured(block_size: int) -> KVEventIndex:
+            def reconfigured(block_size: int) -> ReplicaKVEventIndex:
                 index = self._make_index(member, block_size)
                 if member.endpoint is not None:
                     member.endpoint.reset_for_block_size(block_size, index)
@@ -89,7 +89,7 @@ class KVEventSubscriptions:
         ):
             endpoint.index = consumer.index
 
-    def on_removing(self, url: str) -> None:
+    def on_replica_removing(self, url: str) -> None:
         """End the subscription to a replica."""
         task = self._tasks.pop(url, None)
         if task is not None:
@@ -107,11 +107,11 @@ class KVEventSubscriptions:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _make_index(self, member: MonitoredReplica, block_size: int) -> KVEventIndex:
+    def _make_index(self, member: MonitoredReplica, block_size: int) -> ReplicaKVEventIndex:
         def root(adapter: str | None, domain: bytes) -> BlockHash:
             return router_root(member.base_model, adapter=adapter, domain=domain)
 
-        return KVEventIndex(block_size, root, self._guess(member), max_blocks=index_capacity(member, block_size))
+        return ReplicaKVEventIndex(block_size, root, self._guess(member), max_blocks=index_capacity(member, block_size))
 
 
 def index_capacity(member: MonitoredReplica, block_size: int) -> int:
@@ -143,7 +143,7 @@ class ApproximateIndexFactory:
             num_blocks, eviction_policy=policy, at_pick=self._at_pick, allow=allow, make_pool=self._make_pool
         )
 
-    def on_removing(self, url: str) -> None:
+    def on_replica_removing(self, url: str) -> None:
         """Release the blocks of a removed replica."""
         self._budget.release(url)
 

@@ -88,7 +88,7 @@ class ReplicaObserver(Protocol):
         """Called after every probe of a replica."""
         ...
 
-    def on_removing(self, url: str) -> None:
+    def on_replica_removing(self, url: str) -> None:
         """Called before a replica is removed."""
         ...
 
@@ -131,7 +131,7 @@ class ReplicaMonitor:
         for url in [url for url, member in self.members.items() if wanted.get(url) != member.address]:
             self._tasks.pop(url).cancel()
             self._count(self.members.pop(url).state, "")
-            self._observer.on_removing(url)
+            self._observer.on_replica_removing(url)
             self._router.remove(url)
             self._log.event("replica", {"replica": url, "state": "removed"}, text=f"replica {url}: removed")
         for url, address in wanted.items():
@@ -159,7 +159,7 @@ class ReplicaMonitor:
                     found.setdefault(card.id, card)
         return list(found.values())
 
-    def served_models(self) -> dict[str, ResolvedModelName]:
+    def fleet_models_by_name(self) -> dict[str, ResolvedModelName]:
         """Return the model and adapter of each model name, with the longest context of its replicas."""
         found: dict[str, ResolvedModelName] = {}
         lengths: dict[str, list[int]] = {}

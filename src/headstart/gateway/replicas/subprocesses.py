@@ -116,8 +116,8 @@ class LocalReplicas:
         """Process ids of the replicas that take requests now, by their URLs."""
         return {child.address.url: child.pid for child in self._children if child.address and child.accepts_requests}
 
-    async def report_changes(self, changed: Changed) -> None:
-        """As Discovery.watch. Raises ConfigError with a replica's message if it first ends with exit code 2."""
+    async def watch_replicas(self, changed: Changed) -> None:
+        """As Discovery.watch_replicas. Raises ConfigError with a replica's message if it begins with exit code 2."""
         loop, sighup = asyncio.get_running_loop(), asyncio.Event()
         with suppress(RuntimeError, ValueError):  # not in the main thread: no SIGHUP is received
             loop.add_signal_handler(signal.SIGHUP, sighup.set)
@@ -144,9 +144,9 @@ class LocalReplicas:
         except KeyboardInterrupt:
             self._log.write_line("headstart: stopping at once")
         finally:
-            self.kill()
+            self.kill_all()
 
-    def kill(self) -> None:
+    def kill_all(self) -> None:
         """Kill every replica."""
         for child in self._children:
             child.kill()

@@ -45,7 +45,7 @@ class AttentionFunction(Protocol):
         ...
 
 
-class KVBlockAccess(Protocol):
+class KVBlockIO(Protocol):
     """Access to the KV of a backend by block; see PagedKV."""
 
     block_bytes: int  # of one block in canonical form
@@ -67,7 +67,7 @@ class AttentionBackend(Protocol):
     """Attention over KV that the backend owns."""
 
     @property
-    def kv(self) -> KVBlockAccess: ...
+    def kv(self) -> KVBlockIO: ...
 
     def begin_step(self, step: StepInputs) -> AttentionFunction:
         """Return the attention function of one step; valid until the next call of `begin`."""

@@ -59,7 +59,7 @@ class CPUAttention:
         sinks: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> AttentionCall:
-        """Return the checked kernel argument for one layer and any step of T tokens, which `CPUStep.call` completes.
+        """Return the checked kernel argument for one layer and any step of T tokens, completed by `bind_call_to_step`.
 
         It holds addresses of the tensors. The elements of a head must be adjacent; `out` [T, Hq, D] must be dense, and
         so must `sinks`, in fp32. Raises ValueError for arguments that do not fit.
@@ -77,7 +77,7 @@ class CPUAttention:
             raise ValueError(f"out must be contiguous {kv.dtype} {list(queries.shape)}, got {out.dtype} {out.shape}")
         if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != torch.float32 or not _on_host(sinks)):
             raise ValueError(f"sinks must be contiguous fp32 [{num_heads}], got {sinks.dtype} {list(sinks.shape)}")
-        call = kv.write_call(layer, keys, values)
+        call = kv.build_write_call(layer, keys, values)
         call.queries, call.out, call.lse = queries.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr()
         call.query_token, call.query_head = queries.stride(0), queries.stride(1)
         call.group, call.window = num_heads // kv.shape.num_kv_heads, window or 0
@@ -126,7 +126,7 @@ class CPUAttentionStep:
         prepared = self.backend.prepare_call(
             layer, queries, keys, values, out, scale=scale, window=window, softcap=softcap, sinks=sinks, lse=lse
         )
-        self.backend.kv.kernels.library.headstart_attention(ctypes.byref(self.complete_call(prepared)))
+        self.backend.kv.kernels.library.headstart_attention(ctypes.byref(self.bind_call_to_step(prepared)))
         return out
 
     @property
@@ -134,7 +134,7 @@ class CPUAttentionStep:
         """The distance in bytes from the pages of one layer to those of the next."""
         return self.backend.kv.pool.strides[0]
 
-    def complete_call(self, prepared: AttentionCall) -> AttentionCall:
+    def bind_call_to_step(self, prepared: AttentionCall) -> AttentionCall:
         """Return a call of this backend's `prepare` for this step, which must live as long as the call.
 
         Raises ValueError if the step has another number of tokens.

@@ -142,7 +142,7 @@ class CudaRunner:
         step = SubmittedStep(began, batch.finished, [None] * len(batch.chunks), [], [-1] * len(batch.chunks))
         previous = self._flying[-1].outputs if self._flying else []
         where = list(range(len(batch.chunks)))
-        ready = self._steady.try_advance(batch.chunks, previous)
+        ready = self._steady.try_build_next_step(batch.chunks, previous)
         if ready is not None:
             step.passes.append(self._launch_pass(step, list(batch.chunks), where, ready))
             self._flying.append(step)
@@ -264,7 +264,7 @@ class CudaRunner:
             padded, outputs = (None, len(selected)) if key is None else (key.rows, key.outputs)
             options: dict[str, Any] = dict(padded=padded, tile_rows=tile_rows, selected=selected, outputs=outputs)
             if only_decodes:
-                planned = self._steady.with_table_room(planned)
+                planned = self._steady.pad_block_tables(planned)
                 layout = self.planner.fill(memory, planned, **options)
                 self._steady.remember(chunks, planned, memory, layout)
             else:

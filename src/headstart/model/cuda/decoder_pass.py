@@ -24,7 +24,7 @@ from headstart.model.cuda.triton_attention import (
 )
 from headstart.model.cuda.triton_rotary import rotate_and_append_kv
 from headstart.model.layers.decoder import Decoder, LayerWeights
-from headstart.model.layers.linear import Linear
+from headstart.model.layers.linear import FusedLinear
 from headstart.model.layers.rotary import inverse_frequencies_and_scale
 
 DECODES, GROUPS, MIXED = "decodes", "groups", "mixed"  # kinds of pass: what it launches for attention
@@ -105,7 +105,7 @@ class CudaDecoder:
         """Return the same in memory that all steps share: they would be most of what graphs hold."""
         return self._product(rows, self.decoder.head, self._logits[: len(rows)] if len(rows) <= MOST_LOGITS else None)
 
-    def _product(self, rows: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+    def _product(self, rows: Tensor, linear: FusedLinear, out: Tensor | None = None) -> Tensor:
         weight, bias = linear.weight, linear.bias
         assert weight is not None
         if self.exact:
@@ -145,7 +145,7 @@ class CudaDecoder:
         stream = triton_layers.embed_tokens(tokens, previous, sampled, self.embedding, pdl=pdl)
         out = stream.new_empty(1, config.num_heads, config.head_dim)
 
-        def product(row: Tensor, linear: Linear, onto: Tensor | None = None) -> Tensor:
+        def product(row: Tensor, linear: FusedLinear, onto: Tensor | None = None) -> Tensor:
             weight = linear.weight
             assert weight is not None
             norm = None if linear.norm is None else (linear.norm.weight, eps)
@@ -209,7 +209,7 @@ class CudaDecoder:
             triton_attention.merge_partial_results(self.parts, out, tokens, firsts, scoring.sinks, pdl=pdl)
 
 
-def _norm(linear: Linear) -> Tensor:
+def _norm(linear: FusedLinear) -> Tensor:
     assert linear.norm is not None
     return linear.norm.weight
 

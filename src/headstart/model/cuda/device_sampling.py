@@ -168,7 +168,7 @@ class DeviceSampler:
         if self._grammars is not None and constrained:
             redo |= {at for at in constrained if chunks[at].num_logits > 1}
             constrained = [at for at in constrained if at not in redo]
-            redo |= {constrained[at] for at in self._grammars.compute_masks([chunks[at] for at in constrained])}
+            redo |= {constrained[at] for at in self._grammars.update_row_masks([chunks[at] for at in constrained])}
         rows: list[RowToSample] = []
         first = 0
         for at, chunk in enumerate(chunks):

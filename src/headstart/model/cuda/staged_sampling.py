@@ -56,7 +56,7 @@ class StagedParamsLayout(NamedTuple):
 
     @property
     def needs_logits_kept(self) -> bool:
-        """Whether `DeviceSampler.collect_results` may read the logits, which must not change until then."""
+        """Whether `DeviceSampler.finish_sampling` may read the logits, which must not change until then."""
         return bool(self.redo) or self.num_edited > 0 or self.filters.top_p
 
 

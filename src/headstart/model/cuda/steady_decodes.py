@@ -45,7 +45,7 @@ class SteadyDecodes:
         self._memory, self._layout = np.zeros(0, np.int32), StepArrayLayout(0, 0, 0)
         self._last_ends = np.zeros(0, np.intp)
 
-    def with_table_room(self, rows: PackedStepChunks) -> PackedStepChunks:
+    def pad_block_tables(self, rows: PackedStepChunks) -> PackedStepChunks:
         """Return a step of decodes whose tables have room until each sequence begins another partial result."""
         page = self._bounds.block_size
         pages = np.diff(rows.table_ptr)
@@ -73,7 +73,9 @@ class SteadyDecodes:
         """Plan the next step anew."""
         self._rows = []
 
-    def try_advance(self, chunks: Sequence[Chunk], previous: Sequence[int]) -> tuple[Ints, StepArrayLayout] | None:
+    def try_build_next_step(
+        self, chunks: Sequence[Chunk], previous: Sequence[int]
+    ) -> tuple[Ints, StepArrayLayout] | None:
         """Return the array of a step and its layout if it goes on from the step before, else None.
 
         `previous` are the rows of tokens sampled before, by chunk. The array is valid until the next call.

@@ -40,7 +40,7 @@ class GrammarRows:
         self._words = -(-grammars.vocab_size // MASK_BITS)
         self._executor = LLExecutor(num_threads=threads) if threads > 1 else None
 
-    def compute_masks(self, chunks: Sequence[Chunk]) -> dict[int, str]:
+    def update_row_masks(self, chunks: Sequence[Chunk]) -> dict[int, str]:
         """Compute the masks of the rows that have a grammar; return the errors of rows without one, by index."""
         errors: dict[int, str] = {}
         masks = np.full((len(chunks), self._words), -1, np.int32)

@@ -113,7 +113,7 @@ class LinearChain:
         return torch.empty(size, dtype=torch.uint8)
 
     def __call__(self, buffers: ChainBuffers, scratch: Tensor, angles: Angles | None = None) -> None:
-        """Run all links on `buffers`, which must all be set. `angles` are the result of Rotary.angles.
+        """Run all links on `buffers`, which must all be set. `angles` are the result of RotaryEmbedding.cos_sin.
 
         Raises ValueError for buffers, scratch or angles that do not fit.
         """

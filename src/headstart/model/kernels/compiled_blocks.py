@@ -91,7 +91,7 @@ class CompiledTwoQueue:
         return block
 
     @property
-    def tables_to_dismantle(self) -> tuple[OrderedDict[int, None], ...]:
+    def teardown_tables(self) -> tuple[OrderedDict[int, None], ...]:
         return ()
 
     def __len__(self) -> int:

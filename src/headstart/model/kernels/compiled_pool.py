@@ -125,11 +125,11 @@ class CompiledModelledPool:
         return self._size(3)
 
     @property
-    def use_clock(self) -> int:
+    def last_use_serial(self) -> int:
         return self._size(4)
 
     @property
-    def discardable_parts(self) -> "tuple[CompiledModelledPool]":
+    def teardown_parts(self) -> "tuple[CompiledModelledPool]":
         return (self,)
 
     def dismantle_some(self, num: int) -> int:
@@ -145,13 +145,13 @@ class CompiledModelledPool:
     def is_idle_used_since(self, block_hash: BlockHash, serial: int) -> bool:
         return bool(self._calls["is_idle_since"](self.handle, block_hash, serial))
 
-    def num_singly_referenced_blocks(self, blocks: Sequence[int]) -> int:
+    def num_singly_referenced_among(self, blocks: Sequence[int]) -> int:
         return self._of_blocks("num_own", blocks)
 
     def num_cached_prefix_blocks(self, block_hashes: list[BlockHash], near: int = 0) -> int:
         return self._calls["match"](self.handle, self._maker.pack_hashes(block_hashes), len(block_hashes), near)
 
-    def count_held_and_held_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_in_use_and_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         return self.num_held, self._calls["held"](self.handle, self._maker.pack_hashes(block_hashes), len(block_hashes))
 
     def expected_evicted_reusable_blocks(self, num_blocks: int) -> float:
@@ -160,7 +160,7 @@ class CompiledModelledPool:
     def num_idle_unused_since(self, serial: int) -> int:
         return self._calls["num_unused_since"](self.handle, serial)
 
-    def num_leading_computed(self, reservation: RequestHeldBlocks) -> int:
+    def num_leading_computed_blocks(self, reservation: RequestHeldBlocks) -> int:
         if not reservation.blocks:
             return reservation.hit
         first = self._of_blocks("first_unsure", reservation.blocks)
@@ -201,7 +201,7 @@ class CompiledModelledPool:
     def release(self, blocks: Sequence[int]) -> None:
         self._of_blocks("release", blocks)
 
-    def drop_failed_request_blocks(self, blocks: Sequence[int], num_kept: int) -> None:
+    def drop_uncomputed_blocks(self, blocks: Sequence[int], num_kept: int) -> None:
         self._of_blocks("keep", blocks[:num_kept])
         self._of_blocks("distrust", blocks[num_kept:])
 

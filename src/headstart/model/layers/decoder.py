@@ -17,7 +17,7 @@ from headstart.model.kernels.stack import HeadOutputs
 from headstart.model.layers.dispatch import are_linears_batch_invariant
 from headstart.model.layers.fused import FusedLayers
 from headstart.model.layers.layer_ops import RMSNorm, concatenate_rows
-from headstart.model.layers.linear import PLAIN, Embedding, Linear, Weight, WeightForm, embedding_rows
+from headstart.model.layers.linear import PLAIN, Embedding, FusedLinear, Weight, WeightForm, embedding_rows
 from headstart.model.layers.rotary import RotaryEmbedding
 from headstart.model.step_inputs import StepInputs
 from headstart.model.weights.checkpoint import ModelCheckpoint
@@ -49,16 +49,16 @@ class LanguageModel(Protocol):
 class LayerWeights:
     """The weights of one layer."""
 
-    qkv: Linear
+    qkv: FusedLinear
     query_norm: RMSNorm | None  # Qwen3 normalises each query and key head
     key_norm: RMSNorm | None
-    out: Linear
-    gate_up: Linear
-    down: Linear
+    out: FusedLinear
+    gate_up: FusedLinear
+    down: FusedLinear
     window: int | None
 
     @property
-    def linear_weights(self) -> tuple[Linear, Linear, Linear, Linear]:
+    def linear_weights(self) -> tuple[FusedLinear, FusedLinear, FusedLinear, FusedLinear]:
         """The products of the layer."""
         return self.qkv, self.out, self.gate_up, self.down
 
@@ -73,7 +73,7 @@ class Decoder:
         config: ModelConfig,
         embedding: Embedding,
         layers: list[LayerWeights],
-        head: Linear,
+        head: FusedLinear,
         form: WeightForm = PLAIN,
     ) -> None:
         self.config, self.layers = config, layers
@@ -115,7 +115,7 @@ class Decoder:
         linears = [self.head, *self._linears()]
         return isinstance(self.embedding, Tensor) and all(linear.weight is not None for linear in linears)
 
-    def _linears(self) -> list[Linear]:
+    def _linears(self) -> list[FusedLinear]:
         """Return every weight matrix that has its own memory."""
         tied = any(held is self.embedding for held in (self.head.weight, *self.head.packed))
         head = [] if tied else [self.head]
@@ -161,7 +161,7 @@ def load_decoder(
 
 def read_head_and_embedding(
     reader: "WeightReader", norm: RMSNorm, embedding: str, head: str
-) -> tuple[Linear, Embedding]:
+) -> tuple[FusedLinear, Embedding]:
     """Read the output head, behind `norm`, and the embedding, which may be one matrix; both by their names."""
     config, checkpoint, form = reader.config, reader.checkpoint, reader.form
     table = reader.weight(embedding, config.vocab_size, config.hidden_size)
@@ -170,11 +170,11 @@ def read_head_and_embedding(
         head not in checkpoint or (config.tie_word_embeddings is True and checkpoint.are_tensors_equal(head, embedding))
     )
     weight = table if tied else reader.weight(head, config.vocab_size, config.hidden_size)
-    linear = Linear(weight, norm=norm, form=form.for_output_head)
+    linear = FusedLinear(weight, norm=norm, form=form.for_output_head)
     return linear, _embedding(table, linear if tied else None, form)
 
 
-def _embedding(table: Weight, head: Linear | None, form: WeightForm) -> Embedding:
+def _embedding(table: Weight, head: FusedLinear | None, form: WeightForm) -> Embedding:
     """Return the embedding in the least memory; `head` is the output head if it has the same weight."""
     if head is not None and head.packed and head.packed[0].has_rows and form.quantization == "none":
         return head.packed[0]  # in fp32 a quantised head has rows too, but rounded ones
@@ -216,11 +216,11 @@ class WeightReader:
         bias: bool,
         norm: RMSNorm | None = None,
         gated: bool = False,
-    ) -> Linear:
-        """Return one Linear of the named projections, rows concatenated; `names` are (name, out_features)."""
+    ) -> FusedLinear:
+        """Return one FusedLinear of the named projections, rows concatenated; `names` are (name, out_features)."""
         weights = [self.weight(f"{name}.weight", rows, in_features) for name, rows in names]
         biases = [self.tensor(f"{name}.bias", rows) for name, rows in names] if bias else []
-        return Linear(weights, concatenate_rows(biases) if bias else None, norm=norm, gated=gated, form=self.form)
+        return FusedLinear(weights, concatenate_rows(biases) if bias else None, norm=norm, gated=gated, form=self.form)
 
     def read_layer(self, index: int) -> LayerWeights:
         config, prefix = self.config, f"model.layers.{index}"

@@ -17,7 +17,7 @@ from headstart.model.kernels.library import KernelLibrary
 from headstart.model.kernels.packed import RotaryHeads
 from headstart.model.kernels.stack import HeadOutputs, KernelKind, LayerStack, StepTokens
 from headstart.model.layers.layer_ops import RMSNorm
-from headstart.model.layers.linear import Embedding, Linear, embedding_rows
+from headstart.model.layers.linear import Embedding, FusedLinear, embedding_rows
 from headstart.model.layers.rotary import RotaryEmbedding
 from headstart.model.step_inputs import StepInputs
 from headstart.model.weights.model_config import ModelConfig
@@ -30,17 +30,17 @@ class FusableLayer(Protocol):
     """The fields of a LayerWeights that are used here."""
 
     @property
-    def qkv(self) -> Linear: ...
+    def qkv(self) -> FusedLinear: ...
     @property
     def query_norm(self) -> RMSNorm | None: ...
     @property
     def key_norm(self) -> RMSNorm | None: ...
     @property
-    def out(self) -> Linear: ...
+    def out(self) -> FusedLinear: ...
     @property
-    def gate_up(self) -> Linear: ...
+    def gate_up(self) -> FusedLinear: ...
     @property
-    def down(self) -> Linear: ...
+    def down(self) -> FusedLinear: ...
     @property
     def window(self) -> int | None: ...
 
@@ -54,7 +54,7 @@ class FusedLayers:
         config: ModelConfig,
         embedding: Embedding,
         layers: Sequence[FusableLayer],
-        head: Linear,
+        head: FusedLinear,
         rotary: RotaryEmbedding,
     ) -> None:
         self._embedding, self._rotary = embedding, rotary
@@ -81,7 +81,7 @@ class FusedLayers:
         buffers, scratch = self._workspace.buffers_for_rows(step.num_tokens)
         if self._prepared is None or self._prepared[:2] != (buffers, attend.backend):
             self._prepared = buffers, attend.backend, self._prepare(buffers, attend.backend)
-        calls = {window: attend.complete_call(prepared) for window, prepared in self._prepared[2].items()}
+        calls = {window: attend.bind_call_to_step(prepared) for window, prepared in self._prepared[2].items()}
         self._stack(
             buffers,
             scratch,

@@ -25,7 +25,7 @@ from headstart.model.kernels.recurrence import StepRecurrentStates, apply_sigmoi
 from headstart.model.kernels.stack import HeadOutputs, KernelKind, LayerStack, StepTokens
 from headstart.model.layers.dispatch import are_linears_batch_invariant
 from headstart.model.layers.layer_ops import RMSNorm
-from headstart.model.layers.linear import Embedding, Linear, WeightForm, embedding_rows
+from headstart.model.layers.linear import Embedding, FusedLinear, WeightForm, embedding_rows
 from headstart.model.layers.recurrent import TokenMixer, sigmoid
 from headstart.model.layers.rotary import RotaryEmbedding
 from headstart.model.step_inputs import StepInputs
@@ -36,10 +36,10 @@ from headstart.model.weights.model_config import ModelConfig
 class AttentionWeights:
     """The weights of an attention layer; with `gated` each query head has a gate of its size for its output."""
 
-    input_projection: Linear  # norm, then queries, keys, values and, if it is gated, gates
+    input_projection: FusedLinear  # norm, then queries, keys, values and, if it is gated, gates
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
-    out: Linear
+    out: FusedLinear
     gated: bool
     rotary: RotaryHeads | None  # in bf16 on kernels: norms of heads and rotary embedding, done behind `inner`
 
@@ -54,8 +54,8 @@ class HybridLayerWeights:
     """One layer: a mixer or attention, and an MLP."""
 
     mixer: TokenMixer | AttentionWeights
-    gate_up: Linear
-    down: Linear
+    gate_up: FusedLinear
+    down: FusedLinear
 
     @property
     def mixer_kernel_kinds(self) -> list[KernelKind]:
@@ -63,7 +63,7 @@ class HybridLayerWeights:
         return self.mixer.kernel_kinds if isinstance(self.mixer, AttentionWeights) else [self.mixer.kernel_kind]
 
     @property
-    def linear_weights(self) -> tuple[Linear, ...]:
+    def linear_weights(self) -> tuple[FusedLinear, ...]:
         """The products of the layer."""
         return (self.mixer.input_projection, self.mixer.out, self.gate_up, self.down)
 
@@ -77,7 +77,7 @@ class _Products:
         config: ModelConfig,
         layers: list[HybridLayerWeights],
         embedding: Embedding,
-        head: Linear,
+        head: FusedLinear,
     ) -> None:
         inners, mixed_widths = (list(dict.fromkeys(widths)) for widths in zip(*map(_ends, layers), strict=True))
         widths = (config.hidden_size, config.intermediate_size, *inners, *mixed_widths)
@@ -123,7 +123,7 @@ class _Products:
         if self._prepared is None or self._prepared[:2] != (buffers, attend.backend):
             self._prepared = buffers, attend.backend, *self._prepare(buffers, attend.backend)
         _, _, prepared, attentions = self._prepared
-        planned = {ends: attend.complete_call(attention) for ends, attention in attentions.items()}
+        planned = {ends: attend.bind_call_to_step(attention) for ends, attention in attentions.items()}
         calls = [planned[call] if isinstance(call, tuple) else call for call in prepared]
         chunks = states.chunk_address_and_count(buffers.count, self._state_size)
         self._stack(
@@ -139,7 +139,7 @@ class _Products:
         for layer, place, ends in zip(self._layers, self._places, self._ends, strict=True):
             inner, mixed = (buffers[end] for end in ends)
             if not isinstance(layer.mixer, AttentionWeights):
-                calls.append(layer.mixer.kernel_call(inner, mixed, place))
+                calls.append(layer.mixer.kernel_argument(inner, mixed, place))
                 continue
             queries, keys, values, gates = _split(self._config, layer.mixer, inner)
             attentions[ends] = backend.prepare_call(0, queries, keys, values, mixed.view(queries.shape), scale=scale)
@@ -221,7 +221,7 @@ class HybridDecoder:
         config: ModelConfig,
         embedding: Embedding,
         layers: list[HybridLayerWeights],
-        head: Linear,
+        head: FusedLinear,
         form: WeightForm,
     ) -> None:
         self.config, self.embedding, self.layers, self.head = config, embedding, layers, head

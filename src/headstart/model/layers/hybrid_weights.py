@@ -13,7 +13,7 @@ from headstart.model.kernels.recurrence import MixerWeights
 from headstart.model.layers.decoder import EMBEDDING, HEAD, WeightReader, read_head_and_embedding
 from headstart.model.layers.hybrid_decoder import AttentionWeights, HybridDecoder, HybridLayerWeights
 from headstart.model.layers.layer_ops import RMSNorm, concatenate_rows
-from headstart.model.layers.linear import PLAIN, Linear, Weight, WeightForm
+from headstart.model.layers.linear import PLAIN, FusedLinear, Weight, WeightForm
 from headstart.model.layers.recurrent import MatrixMixer, ShortConvolution, TokenMixer
 from headstart.model.weights.checkpoint import ModelCheckpoint
 from headstart.model.weights.gguf.block_formats import PackedTensor
@@ -125,7 +125,7 @@ class _HybridReader(WeightReader):
         biases = [self.tensor(f"{parts[part]}.bias", size) for part, size in sizes.items()] if config.qkv_bias else []
         if gated:
             weights, biases = self._gates_last(weights), self._gates_last(biases)
-        qkv = Linear(weights, concatenate_rows(biases) if biases else None, norm=norm, form=self.form)
+        qkv = FusedLinear(weights, concatenate_rows(biases) if biases else None, norm=norm, form=self.form)
         query_norm, key_norm = (
             self.norm(f"{name}.{own}.weight", config.head_dim) if own else None
             for own in (names.query_norm, names.key_norm)
@@ -186,7 +186,7 @@ class _HybridReader(WeightReader):
         kernel = self._wide(f"{name}.conv1d.weight", channels, 1, shape.conv_size)[:, 0][order]
         return MatrixMixer(
             shape,
-            Linear(inner, bias, norm=norm, form=self.form),
+            FusedLinear(inner, bias, norm=norm, form=self.form),
             MixerWeights(
                 kernel.T.contiguous(),
                 -self._wide(f"{name}.A_log", heads).exp(),

@@ -56,7 +56,7 @@ class WeightForm(NamedTuple):
 PLAIN = WeightForm()
 
 
-class Linear:
+class FusedLinear:
     """The product norm(x) @ W^T + b on rows [T, in_features], with an optional gate and residual. Immutable.
 
     `weight` may be several, whose rows follow each other. `gated`: W holds the gate rows, then the up rows, and y is

@@ -24,7 +24,7 @@ from headstart.model.kernels.recurrence import (
     short_convolution_argument,
 )
 from headstart.model.kernels.stack import KernelKind
-from headstart.model.layers.linear import Linear
+from headstart.model.layers.linear import FusedLinear
 from headstart.model.weights.hybrid_config import MixerShape
 
 EPSILON = 1e-6  # of the norm of queries and keys, as in Transformers and in flash-linear-attention
@@ -44,9 +44,9 @@ class TokenMixer(Protocol):
         ...
 
     @property
-    def input_projection(self) -> Linear: ...
+    def input_projection(self) -> FusedLinear: ...
     @property
-    def out(self) -> Linear: ...
+    def out(self) -> FusedLinear: ...
 
     def __call__(self, rows: Tensor, states: StepRecurrentStates, offset: int) -> Tensor:
         """Return the inputs of `out` for `rows`, the outputs of `inner`, which may be overwritten.
@@ -55,7 +55,7 @@ class TokenMixer(Protocol):
         """
         ...
 
-    def kernel_call(self, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
+    def kernel_argument(self, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
         """Return the argument with which its kernel does the same for the chunks of a step, and writes to `out`."""
         ...
 
@@ -64,10 +64,10 @@ class TokenMixer(Protocol):
 class ShortConvolution:
     """A gated causal convolution over the last tokens, per channel: C * conv(B * x)."""
 
-    input_projection: Linear  # norm, then B, C and x
+    input_projection: FusedLinear  # norm, then B, C and x
     weight: Tensor  # [conv_size, hidden], fp32, the oldest token first
     bias: Tensor | None  # [hidden], fp32
-    out: Linear
+    out: FusedLinear
     kernels: KernelLibrary | None
 
     @property
@@ -83,7 +83,7 @@ class ShortConvolution:
             return convolve_in_torch(self.weight, self.bias, rows, states, offset)
         return short_convolution(self.kernels, self.weight, self.bias, rows, states, offset)
 
-    def kernel_call(self, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
+    def kernel_argument(self, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
         return short_convolution_argument(self.weight, self.bias, rows, out, offset)
 
 
@@ -97,10 +97,10 @@ class MatrixMixer:
 
     shape: MixerShape
     input_projection: (
-        Linear  # norm, then queries, keys and values together, gate, strength (b, of a delta net), rate (a)
+        FusedLinear  # norm, then queries, keys and values together, gate, strength (b, of a delta net), rate (a)
     )
     weights: MixerWeights
-    out: Linear
+    out: FusedLinear
     kernels: KernelLibrary | None
 
     @property
@@ -117,7 +117,7 @@ class MatrixMixer:
         twin = delta_net_in_torch if self.weights.skip is None else mamba_in_torch
         return twin(self.shape, self.weights, rows, states, offset)
 
-    def kernel_call(self, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
+    def kernel_argument(self, rows: Tensor, out: Tensor, offset: int) -> ctypes.Structure:
         return matrix_mixer_call(self.shape, self.weights, rows, out, offset)
 
 

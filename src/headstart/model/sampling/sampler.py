@@ -80,7 +80,7 @@ class Sampler:
 
     def _sample_constrained(self, grammars: GrammarRows, logits: Tensor, chunks: Sequence[Chunk]) -> list[RowResult]:
         """Sample rows of which some have a grammar. A grammar that exceeds its limits fails its own row."""
-        errors = grammars.compute_masks(chunks)
+        errors = grammars.update_row_masks(chunks)
         rows = self._sample(logits, chunks)
         for index, (chunk, row) in enumerate(zip(chunks, rows, strict=True)):
             if chunk.sampling.grammar is not None:

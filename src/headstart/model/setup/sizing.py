@@ -92,7 +92,7 @@ def gpu_budget(
 
 
 @contextmanager
-def explain_out_of_memory(doing: str, remedy: str, found: MemoryInfo | None = None) -> Generator[None]:
+def oom_as_config_error(doing: str, remedy: str, found: MemoryInfo | None = None) -> Generator[None]:
     """Raise ConfigError in place of torch's error that a GPU has no memory left; `found` was there at the start."""
     try:
         yield

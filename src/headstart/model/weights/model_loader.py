@@ -21,7 +21,7 @@ from headstart.model.attention.base import resolve_backend
 from headstart.model.kernels.library import find_kernels, kernel_library_in_use
 from headstart.model.kernels.packed import ACTIVATION_BITS
 from headstart.model.layers.decoder import Decoder, LanguageModel, load_decoder
-from headstart.model.layers.dispatch import CHOICES, choose_linear_kernels
+from headstart.model.layers.dispatch import CHOICES, linear_kernels_of_option
 from headstart.model.layers.hybrid_decoder import HybridDecoder
 from headstart.model.layers.hybrid_weights import load_hybrid
 from headstart.model.layers.linear import WeightForm
@@ -125,7 +125,7 @@ def load_model(
             kinds = {entry.dtype for entry in checkpoint.entries.values()} & FORMATS.keys()
             blocks = any(FORMATS[kind].block_size > 1 for kind in kinds)  # in bfloat16 only our kernels multiply them
             if quantization == "none" and (chosen_dtype == torch.float32 or not blocks):
-                compiled = choose_linear_kernels(compiled, linear_dispatch)
+                compiled = linear_kernels_of_option(compiled, linear_dispatch)
             if (
                 chosen_dtype == torch.bfloat16
                 and compiled

@@ -34,9 +34,9 @@ class TranslatedChatRequest:
     thinks: bool | None = field(default=None)  # None: as the template does by default
     tool_names: Sequence[str] = ()  # per tool, the field that it comes from; beyond: the same
 
-    def parse_chat_body(self, bounds: RequestBounds) -> ChatBody:
+    def to_chat_body(self, bounds: RequestBounds) -> ChatBody:
         """Return the validated chat request. Raises InvalidRequestError in the words of the API."""
-        with self.rename_error_fields():
+        with self.renaming_error_fields():
             return parse_chat(self.values, bounds)
 
     def without_values(self) -> "TranslatedChatRequest":
@@ -44,7 +44,7 @@ class TranslatedChatRequest:
         return replace(self, values={})
 
     @contextmanager
-    def rename_error_fields(self) -> Generator[None]:
+    def renaming_error_fields(self) -> Generator[None]:
         """Rename the fields in any InvalidRequestError that is raised inside."""
         try:
             yield

@@ -31,7 +31,7 @@ _BASE64 = re.compile(r"(?:data:[\w/+.-]*;base64,)?[A-Za-z0-9+/_-]{1024,}={0,2}")
 
 def item_text(name: str, value: Mapping[str, Any], bounds: RequestBounds) -> str:
     """Return `[type] text` of an item or block; empty if it carries none. Raises InvalidRequestError."""
-    found = extract_readable_content(name, value, bounds)
+    found = keep_readable_parts(name, value, bounds)
     if not found:
         return ""
     return check_encodable_text(name, f"[{str(value.get('type'))[:_SHOWN_TYPE_CHARS]}] {value_as_text(found)}\n")
@@ -47,7 +47,7 @@ def non_text_part_text(name: str, part: Mapping[str, Any], bounds: RequestBounds
     return item_text(name, part, bounds) or _placeholder(name, kind, part, bounds)
 
 
-def extract_readable_content(name: str, value: object, bounds: RequestBounds) -> object:
+def keep_readable_parts(name: str, value: object, bounds: RequestBounds) -> object:
     """Return a value without ids and encrypted content, with texts in place of text parts; empty if nothing is left."""
     if isinstance(value, Mapping):
         kind = value.get("type")
@@ -60,13 +60,11 @@ def extract_readable_content(name: str, value: object, bounds: RequestBounds) ->
             key: inner
             for key, item in value.items()
             if key not in _LEFT_OUT
-            and (inner := extract_readable_content(f"{name}.{key}", item, bounds)) not in ("", None, [], {})
+            and (inner := keep_readable_parts(f"{name}.{key}", item, bounds)) not in ("", None, [], {})
         }
         return next(iter(found.values())) if list(found) in (["content"], ["output"]) else found
     if isinstance(value, list | tuple):
-        kept = [
-            inner for item in value if (inner := extract_readable_content(name, item, bounds)) not in ("", None, [], {})
-        ]
+        kept = [inner for item in value if (inner := keep_readable_parts(name, item, bounds)) not in ("", None, [], {})]
         texts = [item for item in kept if isinstance(item, str)]
         return "\n".join(texts) if texts and len(texts) == len(kept) else kept
     if isinstance(value, str) and _BASE64.fullmatch(value):
@@ -75,7 +73,7 @@ def extract_readable_content(name: str, value: object, bounds: RequestBounds) ->
 
 
 def value_as_text(value: object) -> str:
-    """Return the text of a value from `extract_readable_content`: JSON, unless it is one."""
+    """Return the text of a value from `keep_readable_parts`: JSON, unless it is one."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -95,7 +93,7 @@ def _document(name: str, part: Mapping[str, Any], bounds: RequestBounds) -> str:
     if isinstance(source, Mapping) and source.get("type") == "text":
         inside = source.get("data")
     elif isinstance(source, Mapping) and source.get("type") == "content":
-        inside = extract_readable_content(f"{name}.source.content", source.get("content"), bounds)
+        inside = keep_readable_parts(f"{name}.source.content", source.get("content"), bounds)
     if not inside:
         return _placeholder(name, "file", part, bounds)
     head = " ".join(item for item in (part.get("title"), part.get("context")) if isinstance(item, str))

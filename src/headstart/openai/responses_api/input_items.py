@@ -9,8 +9,8 @@ from typing import Any
 
 from headstart.openai.bounds import RequestBounds
 from headstart.openai.forms.carried_text import (
-    extract_readable_content,
     item_text,
+    keep_readable_parts,
     non_text_part_text,
     tool_result_content,
     value_as_text,
@@ -263,7 +263,7 @@ def _output(name: str, item: Mapping[str, Any], bounds: RequestBounds) -> str | 
         return check_encodable_text(f"{name}.output", value)
     if not is_own:
         sent = {"tools": item.get("tools")} if value is None else value
-        found = extract_readable_content(f"{name}.output", sent, bounds) or item.get("status")
+        found = keep_readable_parts(f"{name}.output", sent, bounds) or item.get("status")
         return value_as_text(found) if found else ""
     parts = check_list(f"{name}.output", value, MAX_PARTS, "parts")
     read = [_part(f"{name}.output[{index}]", part, "input_text", bounds) for index, part in enumerate(parts)]

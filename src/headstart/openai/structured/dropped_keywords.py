@@ -90,7 +90,7 @@ def loosen_or_refuse_schema(name: str, schema: Mapping[str, Any], remedy: str) -
     return _without_one_of(loosened)
 
 
-def loosen_already_accepted_schema(schema: Mapping[str, Any]) -> LoosenedSchema:
+def loosen_checked_schema(schema: Mapping[str, Any]) -> LoosenedSchema:
     """Return what strict_schema returns of a schema that it does not refuse."""
     return _without_one_of(loosen_schema(schema))
 

@@ -188,7 +188,7 @@ class GeneratedOutput:
         self._length += len(piece)
         self._held += piece
         armed = self.num_tokens > self._request.sampling.min_tokens
-        return self._stops.search_piece(piece, armed=armed)
+        return self._stops.feed_and_find_match(piece, armed=armed)
 
     def _cut(self, match: StopMatch) -> None:
         """Drop the text from the stop string on, or after it if it is included in the output."""

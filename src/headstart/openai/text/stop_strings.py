@@ -39,7 +39,7 @@ class StopStringSearch:
         """Number of trailing characters that may become part of a stop string."""
         return max(self._matched, default=0)
 
-    def search_piece(self, text: str, *, armed: bool = True) -> StopMatch | None:
+    def feed_and_find_match(self, text: str, *, armed: bool = True) -> StopMatch | None:
         """Process the next piece of text and return the first match, if any; None unless `armed`."""
         if not self._stops:
             return None

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import tokenizers
 
 from headstart.core.request import CacheMode
-from headstart.openai.tokenizer.tenant_cache import CacheScope, TenantCache
+from headstart.openai.tokenizer.tenant_cache import CacheScope, TenantPartitionedCache
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tokenizer.word_borders import BORDER, is_safe_to_cut_at_borders
 
@@ -150,7 +150,7 @@ class SegmentCache:
     def __init__(self, max_tenant_bytes: int = MAX_TENANT_BYTES, max_bytes: int = MAX_BYTES) -> None:
         self.num_hits = 0
         self.num_misses = 0
-        self._segments: TenantCache[array[int]] = TenantCache(max_tenant_bytes, max_bytes, _size)
+        self._segments: TenantPartitionedCache[array[int]] = TenantPartitionedCache(max_tenant_bytes, max_bytes, _size)
 
     def __len__(self) -> int:
         return len(self._segments)

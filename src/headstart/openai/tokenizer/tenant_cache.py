@@ -1,4 +1,4 @@
-"""TenantCache: values by key, bounded in bytes per tenant and in total, least recently used first out. Thread-safe.
+"""TenantPartitionedCache: values by key, bounded in bytes per tenant and in all, the least recently used go. Thread-safe.
 
 Values of one tenant are found by that tenant only. Keys are digests that cover the isolation domain (a tenant, narrowed
 by a `cache_salt`), so that the domains of a tenant share its limit but no values.
@@ -32,7 +32,7 @@ class _Entries(Generic[Value]):
         self.num_bytes = TENANT_BYTES
 
 
-class TenantCache(Generic[Value]):
+class TenantPartitionedCache(Generic[Value]):
     """The values of all tenants. Above `max_bytes`, the least recently used tenant's oldest are evicted."""
 
     def __init__(self, max_tenant_bytes: int, max_bytes: int, size: Callable[[Value], int]) -> None:

@@ -140,7 +140,7 @@ class Tokenizer:
         )
 
     def content_forms(self) -> ContentForms:
-        """Return the forms of content that the chat template takes. Blocks at first, and raises, as `render_chat`."""
+        """Return the forms of content that the chat template takes. Blocks at first, raises, as `render_chat_text`."""
         return ONE_TEXT if self._template is None else self._template.content_forms()
 
     def _id_of(self, name: str) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.structured.dropped_keywords import (
     Dropped,
-    loosen_already_accepted_schema,
+    loosen_checked_schema,
     loosen_or_refuse_schema,
     loosen_schema,
 )
@@ -73,7 +73,7 @@ def tool_grammar_rules(tools: ToolParams, rule: str, rules_of: Callable[[int, To
 def keywords_dropped_by_tool(tools: ToolParams) -> Dropped:
     """Return the keywords that the grammar of calls does not keep to, by the names of the tools."""
     found = [
-        (tool.name, (loosen_already_accepted_schema if tool.strict else loosen_schema)(tool.parameters).dropped)
+        (tool.name, (loosen_checked_schema if tool.strict else loosen_schema)(tool.parameters).dropped)
         for tool in tools.callable_tools
     ]
     return tuple((name, keywords) for name, keywords in found if keywords)

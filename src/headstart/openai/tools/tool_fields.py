@@ -95,7 +95,7 @@ class SentTool(RequestModel):
     function: SentFunction
 
 
-class SentFunctionName(RequestModel):
+class SentToolChoiceFunction(RequestModel):
     """The function of a `tool_choice`."""
 
     name: str
@@ -105,7 +105,7 @@ class SentNamedChoice(RequestModel):
     """A `tool_choice` of one function."""
 
     type: Literal["function"]
-    function: SentFunctionName
+    function: SentToolChoiceFunction
 
 
 def _tools(value: object, bounds: RequestBounds) -> tuple[Tool, ...]:

@@ -103,9 +103,9 @@ class ApproximateIndex:
         """Blocks that requests in flight neither hold nor wait for; below 0: so many are waited for; inf: not known."""
         return self.estimated_capacity - self._blocks.num_held - self._num_missing if self._is_sized else inf
 
-    def dismantle_some(self, num: int) -> int:
+    def free_discarded_entries(self, num: int) -> int:
         """Free up to `num` entries of former pools; return the number freed, 0 when nothing is left."""
-        return self._discards.dismantle_some(num)
+        return self._discards.free_discarded_entries(num)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -144,7 +144,7 @@ class ApproximateIndex:
     def record_sent(self, block_hashes: list[BlockHash], now: float = 0.0) -> Reservation:
         """Reserve the blocks of a request against eviction; add new ones if `at_pick`."""
         if self._discards:
-            self._discards.dismantle_some(FREED)
+            self._discards.free_discarded_entries(FREED)
         reservation = Reservation(block_hashes, self.num_cached_prefix_blocks(block_hashes))
         reservation.epoch = self._epoch
         reservation.num_losses = self._num_losses
@@ -154,7 +154,7 @@ class ApproximateIndex:
             if self._flushed is not None:
                 reservation.doubtful = self._flushed.pool.is_idle_used_since(block_hash, self._flushed.serial)
         self._blocks.acquire_cached(reservation, reservation.hit)
-        reservation.sure = self._blocks.num_leading_computed(reservation)
+        reservation.sure = self._blocks.num_leading_computed_blocks(reservation)
         if self.at_pick:
             self._extend(reservation, unsure=1)
         return reservation
@@ -183,9 +183,7 @@ class ApproximateIndex:
         """
         if not self._is_open(reservation):
             return
-        self._blocks.drop_failed_request_blocks(
-            reservation.blocks[reservation.sure :], max(num_kept - reservation.sure, 0)
-        )
+        self._blocks.drop_uncomputed_blocks(reservation.blocks[reservation.sure :], max(num_kept - reservation.sure, 0))
         self._release(reservation)
 
     def on_hit_reported(self, reservation: Reservation, num_blocks: int, now: float = 0.0) -> None:
@@ -205,15 +203,15 @@ class ApproximateIndex:
         """Return how many blocks evicted for `num_blocks` new ones should be requested again. Changes nothing."""
         return self._blocks.expected_evicted_reusable_blocks(num_blocks)
 
-    def count_held_and_held_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_in_use_and_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         """Return the blocks that requests in flight use, and how many leading ones of `block_hashes` are among them."""
-        return self._blocks.count_held_and_held_prefix(block_hashes)
+        return self._blocks.count_in_use_and_prefix(block_hashes)
 
     def clear(self) -> None:
         """Empty the index, as after a restart. Blocks of requests in flight are added when they are answered."""
         self._forget_flush()
         capacity = self.estimated_capacity
-        self._discards.free_later(*self._blocks.discardable_parts)
+        self._discards.free_later(*self._blocks.teardown_parts)
         self._epoch += 1
         self._start(capacity)
 
@@ -250,7 +248,7 @@ class ApproximateIndex:
             return
         self._blocks.add_missing_blocks(reservation, unsure)
         if self._discards:
-            self._discards.dismantle_some(FREED_PER_BLOCK * (len(reservation.blocks) - before))
+            self._discards.free_discarded_entries(FREED_PER_BLOCK * (len(reservation.blocks) - before))
         num, block_hashes = len(reservation.blocks), reservation.block_hashes
         self._miss(reservation, len(block_hashes) - num)
         if num:
@@ -282,7 +280,7 @@ class ApproximateIndex:
         """
         serial = reservation.serials[index]
         gone = self._blocks.num_idle_unused_since(serial)
-        own = self._blocks.num_singly_referenced_blocks(reservation.blocks[index:])
+        own = self._blocks.num_singly_referenced_among(reservation.blocks[index:])
         num_kept = len(self) - gone - own
         num_younger = self._blocks.num_idle - gone
         is_lately = num_kept < FLUSHED_SHARE * min(self.estimated_capacity, self._held) or not (num_younger or index)
@@ -312,7 +310,7 @@ class ApproximateIndex:
         self.num_flushes += 1
         self._num_missing = 0
         former = self._blocks
-        self._lost_until = former.use_clock
+        self._lost_until = former.last_use_serial
         self._epoch += 1
         self._flushed = FlushedPool(former, serial, num_younger)
         self._renew(former.capacity, former)
@@ -320,7 +318,7 @@ class ApproximateIndex:
     def _forget_flush(self) -> None:
         """Drop the record of the last reset, which is no longer in doubt."""
         if self._flushed is not None:
-            self._discards.free_later(*self._flushed.pool.discardable_parts)
+            self._discards.free_later(*self._flushed.pool.teardown_parts)
             self._flushed = None
 
     def _settle(self, flushed: FlushedPool, is_there: bool) -> None:

@@ -13,7 +13,7 @@ MAX_GRANULE = 256  # tokens; no engine has larger blocks
 INEXACT_SHARE = 0.25  # of the text before or after a hit, whichever is shorter: tolerance of its units
 
 
-def learn_reported_cached_blocks(
+def count_reported_cached_blocks(
     endpoint: Endpoint, prompt: RoutingPrompt, usage: ReportedTokenUsage, expected: int
 ) -> int:
     """Return the number of leading blocks that were cached; `expected` if the report agrees with it.

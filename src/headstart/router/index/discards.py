@@ -19,7 +19,7 @@ Discard = dict[Any, Any] | list[Any] | IncrementallyFreed
 
 
 class Discards:
-    """Objects to free later. `add` takes the only reference; a caller that keeps another one must not use it."""
+    """Objects to free later. `free_later` takes the only reference; a caller that keeps another one must not use it."""
 
     __slots__ = ("_items",)
 
@@ -33,7 +33,7 @@ class Discards:
         """Add objects to be freed."""
         self._items += items
 
-    def dismantle_some(self, num: int) -> int:
+    def free_discarded_entries(self, num: int) -> int:
         """Free up to `num` entries; return the number freed, 0 when nothing is left."""
         freed = 0
         while self._items and freed < num:

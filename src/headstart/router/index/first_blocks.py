@@ -18,7 +18,7 @@ UNLISTED = -1  # number of an index that no router has listed
 NONE = frozenset[int]()
 
 
-class FirstBlockTableMember(Protocol):
+class TabledPrefixIndex(Protocol):
     """An index in the table."""
 
     first_blocks: "FirstBlockTable"
@@ -30,8 +30,8 @@ class FirstBlockTableMember(Protocol):
 class FirstBlockTable:
     """The table of one router, or of one index until a router lists it. Indexes are referred to weakly."""
 
-    def __init__(self, own: FirstBlockTableMember | None = None) -> None:
-        self._indexes: WeakValueDictionary[int, FirstBlockTableMember] = WeakValueDictionary()
+    def __init__(self, own: TabledPrefixIndex | None = None) -> None:
+        self._indexes: WeakValueDictionary[int, TabledPrefixIndex] = WeakValueDictionary()
         self._is_own = own is not None
         if own is not None:
             self._indexes[UNLISTED] = own
@@ -41,7 +41,7 @@ class FirstBlockTable:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def add_index(self, index: FirstBlockTableMember) -> None:
+    def add_index(self, index: TabledPrefixIndex) -> None:
         """List an index from now on, with what it holds. It may be in the table of no other router."""
         former = index.first_blocks
         if former is self:

@@ -1,4 +1,4 @@
-"""KVEventIndex: a replica's prefix cache from its KV events, plus the requests just sent there (precise mode).
+"""ReplicaKVEventIndex: a replica's prefix cache from its KV events, plus the requests just sent there (precise mode).
 
 An engine's block hashes are only handles here: the tokens of an event are hashed again with the router's root, so any
 engine's events can be used. Invariant: after every event the index equals the engine's, unless an event refers to an
@@ -35,7 +35,7 @@ SILENCE = 16  # requests ended since the last usable event that indicate a fault
 Root = Callable[[str | None, bytes], BlockHash]
 
 
-class KVEventIndex:
+class ReplicaKVEventIndex:
     """The event-based contents of one cache. `root(adapter, domain)` hashes the empty prefix (router_root).
 
     `guess` is an approximate index kept beside it: events report what was evicted, not what will be, and it replaces
@@ -109,7 +109,7 @@ class KVEventIndex:
     def record_sent(self, block_hashes: list[BlockHash], now: float) -> Reservation:
         """Count the request's blocks as cached until their events come."""
         if self._discards:
-            self._discards.dismantle_some(FREED_PER_REQUEST)
+            self._discards.free_discarded_entries(FREED_PER_REQUEST)
         reservation = Reservation(block_hashes, self.num_cached_prefix_blocks(block_hashes, now))
         reservation.sure = self._match_events(block_hashes)
         speculative = self._speculative
@@ -153,19 +153,19 @@ class KVEventIndex:
         """Return the loss of the approximate index; 0 without one."""
         return 0.0 if self.guess is None else self.guess.expected_evicted_reusable_blocks(num_blocks)
 
-    def count_held_and_held_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_in_use_and_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         """Return the blocks that requests in flight use, by the approximate index; none without one."""
-        return (0, 0) if self.guess is None else self.guess.count_held_and_held_prefix(block_hashes)
+        return (0, 0) if self.guess is None else self.guess.count_in_use_and_prefix(block_hashes)
 
     def clear(self) -> None:
         """Drop everything: the engine was restarted, or events are lost. Memory is freed later."""
         self._discards.free_later(self._handles, self._copies, self._uses, self._before, self._after, self._speculative)
         self._empty()
 
-    def dismantle_some(self, num: int) -> int:
+    def free_discarded_entries(self, num: int) -> int:
         """Free up to `num` entries of former tables and of `guess`; return the number freed, 0 when nothing is left."""
-        freed = self._discards.dismantle_some(num)
-        return freed + (self.guess.dismantle_some(num - freed) if self.guess is not None and freed < num else 0)
+        freed = self._discards.free_discarded_entries(num)
+        return freed + (self.guess.free_discarded_entries(num - freed) if self.guess is not None and freed < num else 0)
 
     def _empty(self) -> None:
         self._handles: dict[bytes, BlockHash] = {}
@@ -182,7 +182,7 @@ class KVEventIndex:
         """Apply events in their order."""
         for event in events:
             if self._discards:
-                self._discards.dismantle_some(FREED)
+                self._discards.free_discarded_entries(FREED)
             match event:
                 case BlockStored():
                     self._stored(event)

@@ -26,7 +26,7 @@ class ModelledCache(Protocol):
     handle: int  # of compiled code that can match many pools at once; 0: it cannot
 
     @property
-    def use_clock(self) -> int:
+    def last_use_serial(self) -> int:
         """The number of uses so far: time as the order of eviction knows it."""
         ...
 
@@ -46,7 +46,7 @@ class ModelledCache(Protocol):
         ...
 
     @property
-    def discardable_parts(self) -> "tuple[Discard, ...]":
+    def teardown_parts(self) -> "tuple[Discard, ...]":
         """All that takes memory, to be freed in slices when the pool is replaced."""
         ...
 
@@ -61,7 +61,7 @@ class ModelledCache(Protocol):
         """Return whether the block was used after `serial`, and is idle."""
         ...
 
-    def num_singly_referenced_blocks(self, blocks: Sequence[int]) -> int:
+    def num_singly_referenced_among(self, blocks: Sequence[int]) -> int:
         """Return how many of the blocks only one request uses."""
         ...
 
@@ -69,7 +69,7 @@ class ModelledCache(Protocol):
         """Return the number of leading blocks that are in it; `near` is a guess."""
         ...
 
-    def count_held_and_held_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_in_use_and_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         """Return the blocks that requests in flight use, and how many leading ones of `block_hashes` are among them."""
         ...
 
@@ -81,7 +81,7 @@ class ModelledCache(Protocol):
         """Return the number of idle blocks that are evicted before any that was used after `serial`."""
         ...
 
-    def num_leading_computed(self, reservation: Reservation) -> int:
+    def num_leading_computed_blocks(self, reservation: Reservation) -> int:
         """Return the number of leading blocks of a request that are not still being computed."""
         ...
 
@@ -105,7 +105,7 @@ class ModelledCache(Protocol):
         """Release the blocks of a request, which are cached now."""
         ...
 
-    def drop_failed_request_blocks(self, blocks: Sequence[int], num_kept: int) -> None:
+    def drop_uncomputed_blocks(self, blocks: Sequence[int], num_kept: int) -> None:
         """Drop those of the blocks of a failed request that only it was to compute, but for the leading `num_kept`.
 
         What is kept stays unsure, and is not dropped when another request fails: blocks that follow it may be there.
@@ -157,7 +157,7 @@ class ModelledPool:
         assert former is None or isinstance(former, ModelledPool)
         usable, size = min(MIN_GROWTH, capacity), max_blocks + 1  # block 0 of a pool is never used
         self.pool = BlockPool(usable + 1, eviction_policy=eviction_policy, history_pools=1, max_blocks=size)
-        self.use_clock = former.use_clock if former is not None else 0
+        self.last_use_serial = former.last_use_serial if former is not None else 0
         self.serials = [0] * (usable + 1)  # last time a block was surely cached; the same for all of one request
         self.unsure = bytearray(usable + 1)  # 1: sent, and not known to be computed yet; or KEPT
         self.reuse = (former.reuse if former is not None else BlockReuseEstimate(0, size)).copy_for_empty_pool(
@@ -176,8 +176,8 @@ class ModelledPool:
         return block_hash in self.pool.published_hashes
 
     @property
-    def discardable_parts(self) -> tuple[Discard, ...]:
-        return self.pool, self.serials, *self.reuse.discardable_tables
+    def teardown_parts(self) -> tuple[Discard, ...]:
+        return self.pool, self.serials, *self.reuse.teardown_tables
 
     @property
     def capacity(self) -> int:
@@ -199,7 +199,7 @@ class ModelledPool:
         entry = self.pool.published_entry(block_hash)
         return entry is not None and not self.pool.ref_count(entry[0]) and self.serials[entry[0]] > serial
 
-    def num_singly_referenced_blocks(self, blocks: Sequence[int]) -> int:
+    def num_singly_referenced_among(self, blocks: Sequence[int]) -> int:
         return list(map(self.pool.ref_count, blocks)).count(1)
 
     def num_cached_prefix_blocks(self, block_hashes: list[BlockHash], near: int = 0) -> int:
@@ -228,7 +228,7 @@ class ModelledPool:
                 high = middle
         return low
 
-    def count_held_and_held_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_in_use_and_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         pool, low, high = self.pool, 0, len(block_hashes)
         while low < high:
             middle = (low + high) // 2
@@ -246,7 +246,7 @@ class ModelledPool:
             return 0.0
         looked_at = min(num, LOOKED_AT)
         if self._worth is None or len(self._worth) < looked_at:
-            chance, serials, now = self.reuse.reuse_probability, self.serials, self.use_clock
+            chance, serials, now = self.reuse.reuse_probability, self.serials, self.last_use_serial
             next_ones = islice(pool.iterate_in_eviction_order(), looked_at)
             self._worth = list(accumulate(chance(block, serials[block], now) for block in next_ones))
         return self._worth[looked_at - 1] * num / looked_at
@@ -255,7 +255,7 @@ class ModelledPool:
         in_order = map(self.serials.__getitem__, self.pool.iterate_in_eviction_order())
         return len(list(takewhile(serial.__ge__, in_order)))
 
-    def num_leading_computed(self, reservation: Reservation) -> int:
+    def num_leading_computed_blocks(self, reservation: Reservation) -> int:
         unsure = bytes(map(self.unsure.__getitem__, reservation.blocks))
         first = len(unsure) - len(unsure.lstrip(b"\0"))
         return reservation.hit if first == len(unsure) else first
@@ -291,7 +291,7 @@ class ModelledPool:
             pool.publish(block, block_hash, parent, b"")
             self.unsure[block] = unsure
             parent = block_hash
-        self.reuse.record_added(blocks, self.use_clock)
+        self.reuse.record_added(blocks, self.last_use_serial)
         reservation.blocks += blocks
 
     def record_computed(self, blocks: Sequence[int]) -> None:
@@ -299,19 +299,19 @@ class ModelledPool:
             self.unsure[block] = 0
 
     def mark_used(self, blocks: Sequence[int]) -> None:
-        self.use_clock += 1
+        self.last_use_serial += 1
         self._worth = None
         for block in blocks:
-            self.serials[block] = self.use_clock
+            self.serials[block] = self.last_use_serial
 
     def release(self, blocks: Sequence[int]) -> None:
         self.mark_used(blocks)
         self.pool.release(blocks)
         self._worth = None
 
-    def drop_failed_request_blocks(self, blocks: Sequence[int], num_kept: int) -> None:
+    def drop_uncomputed_blocks(self, blocks: Sequence[int], num_kept: int) -> None:
         pool = self.pool
-        pool.drain_blocks_to_zero()  # there is nothing to zero here
+        pool.take_unzeroed_blocks()  # there is nothing to zero here
         for block in blocks[:num_kept]:
             self.unsure[block] = KEPT if self.unsure[block] else 0
         unsure = [block for block in blocks[num_kept:] if self.unsure[block] == 1 and pool.ref_count(block) == 1]
@@ -346,7 +346,7 @@ class ModelledPool:
         self.pool.add_blocks(num)
         self.serials += [0] * num
         self.unsure += bytes(num)
-        self.reuse.grow_capacity(num)
+        self.reuse.grow_capacity_by(num)
 
 
 class BlockReuseEstimate:
@@ -378,11 +378,11 @@ class BlockReuseEstimate:
         return fresh
 
     @property
-    def discardable_tables(self) -> tuple[list[int], list[int]]:
+    def teardown_tables(self) -> tuple[list[int], list[int]]:
         """All tables of blocks."""
         return self._uses, self._first
 
-    def grow_capacity(self, num: int) -> None:
+    def grow_capacity_by(self, num: int) -> None:
         """Add state for `num` more blocks."""
         self._uses += [0] * num
         self._first += [0] * num

@@ -78,7 +78,7 @@ class PrefixIndex(Protocol):
         """Return how many blocks evicted for `num_blocks` new ones should be requested again. Changes nothing."""
         ...
 
-    def count_held_and_held_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+    def count_in_use_and_prefix(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         """Return the blocks that requests in flight use, and how many leading ones of `block_hashes` are among them."""
         ...
 
@@ -99,7 +99,7 @@ class PrefixIndex(Protocol):
 
     @property
     def relies_on_unusable_events(self) -> bool:
-        """Whether it depends on events of which none is usable: then `prompt_based_index` is better."""
+        """Whether it depends on events of which none is usable: then `prompt_based_index_or_self` is better."""
         ...
 
     def __len__(self) -> int:

@@ -48,7 +48,7 @@ class _Evictions:
         return found
 
 
-class CountedPrompt(NamedTuple):
+class PromptHitRecord(NamedTuple):
     """One prompt: the hashes of its beginnings, its tokens, and those cached at the replica that has most of it."""
 
     hashes: list[BlockHash]
@@ -71,7 +71,7 @@ class PromptBeginnings:
     def __init__(self) -> None:
         self._now, self._before = RecentPromptCounts(), RecentPromptCounts()
 
-    def count_prompt(self, prompt: CountedPrompt) -> None:
+    def count_prompt(self, prompt: PromptHitRecord) -> None:
         """Count one request."""
         if self._now.requests == COUNTED:
             self._now, self._before = RecentPromptCounts(), self._now
@@ -122,12 +122,12 @@ class LeastCostPolicy:
         choose = self.rank_by_scalars if len(view.candidates) <= FEW else self.rank_by_arrays
         if not view.candidates.endpoints[0].load.learner.others.share:
             return choose(view)
-        begun = CountedPrompt(_beginnings_of(view), view.num_prompt_tokens, max(view.candidates.hit_tokens))
+        begun = PromptHitRecord(_beginnings_of(view), view.num_prompt_tokens, max(view.candidates.hit_tokens))
         return choose(self._with_others(view, begun.hashes))._replace(memo=begun)
 
     def record_pick(self, choice: RankedCandidates, endpoint: Endpoint) -> None:
         """Count how the prompt begins, if there are other routers."""
-        if isinstance(choice.memo, CountedPrompt):
+        if isinstance(choice.memo, PromptHitRecord):
             self._beginnings.count_prompt(choice.memo)
 
     def _with_others(self, view: PolicyInput, hashes: list[BlockHash]) -> PolicyInput:

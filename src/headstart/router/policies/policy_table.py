@@ -6,13 +6,18 @@ from importlib.metadata import entry_points
 from headstart.core.errors import ConfigError
 from headstart.router.policies.cost import LeastCostPolicy
 from headstart.router.policies.policy import Policy
-from headstart.router.policies.simple import LeastLoadPolicy, LeastTokensPolicy, PrefixThresholdPolicy, RoundRobinPolicy
+from headstart.router.policies.simple import (
+    LeastLoadPolicy,
+    LeastUncachedTokensPolicy,
+    PrefixThresholdPolicy,
+    RoundRobinPolicy,
+)
 from headstart.router.policies.weighted import WeightedPolicy
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "cost": LeastCostPolicy,
     "weighted": WeightedPolicy,
-    "work": LeastTokensPolicy,
+    "work": LeastUncachedTokensPolicy,
     "prefix-threshold": PrefixThresholdPolicy,
     "least-load": LeastLoadPolicy,
     "round-robin": RoundRobinPolicy,

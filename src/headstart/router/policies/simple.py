@@ -69,7 +69,7 @@ class PrefixThresholdPolicy(Policy):
         )
 
 
-class LeastTokensPolicy(Policy):
+class LeastUncachedTokensPolicy(Policy):
     """The least uncached tokens: those of requests without a first token, and the request's own."""
 
     name = "work"

@@ -12,7 +12,7 @@ from headstart.core.request import CacheMode
 from headstart.openai.engine_requests import RequestOrigin
 from headstart.openai.generation_params import GenerationParams
 from headstart.openai.responses import Json
-from headstart.openai.tokenizer.tenant_cache import TenantCache
+from headstart.openai.tokenizer.tenant_cache import TenantPartitionedCache
 from headstart.reuse.cache_comparison import (
     CacheComparison,
     CacheDiagnosis,
@@ -26,7 +26,7 @@ KEY_BYTES = 128
 TENANT_SHARE = 2  # a tenant may fill this part of the memory
 
 
-class FingerprintCache(TenantCache[PromptFingerprint]):
+class FingerprintCache(TenantPartitionedCache[PromptFingerprint]):
     """Fingerprints by the id of the answer."""
 
     def __init__(self, max_bytes: int) -> None:

@@ -142,8 +142,8 @@ class TranslatedChat(NamedTuple):
         cls, chat: TranslatedChatRequest, model: ServedModel, origin: RequestOrigin, *, shortens: bool = False
     ) -> "TranslatedChat":
         """Return the chat; `shortens`: max_tokens is lowered to what fits. Raises InvalidRequestError."""
-        with chat.rename_error_fields():
-            body = chat.parse_chat_body(model.bounds)
+        with chat.renaming_error_fields():
+            body = chat.to_chat_body(model.bounds)
             check_model_name(body.model, model)
             tokenizer = tokenizer_for_request(model.tokenizer, origin, body.params)
             params, requests = build_chat_requests(body, tokenizer, model.bounds, origin, shortens=shortens)
@@ -157,7 +157,7 @@ class TranslatedChat(NamedTuple):
         num_extra_bytes: int = 0,
     ) -> ApiRequest:
         """Return the client request."""
-        named = chat.without_values().rename_error_fields
+        named = chat.without_values().renaming_error_fields
         return ApiRequest(
             self.params, self.requests, answer, num_extra_bytes, named, self.diagnosis, self.body.messages
         )

@@ -21,7 +21,7 @@ from headstart.openai.engine_requests import (
 )
 from headstart.openai.json_pieces import SLICE_ITEMS, LazilyEncodedList
 from headstart.openai.request_bodies import ChatRequest, CompletionRequest, parse_chat, parse_completion
-from headstart.openai.responses import Json, map_to_json_list, token_text_or_bytes
+from headstart.openai.responses import Json, json_list_lazy_if_long, token_text_or_bytes
 from headstart.openai.text.generation import GeneratedOutput, OutputDelta
 from headstart.openai.text.logprob_table import TokenEntry
 from headstart.openai.text.shared_prompt import EchoedPrompt
@@ -230,7 +230,7 @@ def completion_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer, ech
         "top_logprobs": top,
         "text_offset": lambda entry: entry.offset,
     }
-    return {key: map_to_json_list(entries, shape, echo, key) for key, shape in shapes.items()}
+    return {key: json_list_lazy_if_long(entries, shape, echo, key) for key, shape in shapes.items()}
 
 
 # --------------------------------------------------------------------------------------------------------------- chats
@@ -297,7 +297,7 @@ def chat_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> Json:
     def shape(entry: TokenEntry) -> Json:
         return {**token(entry.token_id, entry.logprob), "top_logprobs": [token(*each) for each in entry.top]}
 
-    return {"content": map_to_json_list(entries, shape), "refusal": None}
+    return {"content": json_list_lazy_if_long(entries, shape), "refusal": None}
 
 
 _COMPLETION_SHAPES = ChoiceShapes("text_completion", "text_completion", completion_choice, completion_choice)

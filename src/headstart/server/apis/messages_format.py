@@ -91,8 +91,8 @@ MESSAGES = ServedApi(
 def count_tokens_response(values: Mapping[str, Any], model: ServedModel, origin: RequestOrigin) -> Json:
     """Return the answer of /v1/messages/count_tokens. Raises InvalidRequestError."""
     read = translate_messages_body(CountTokensRequest, values, model.bounds)
-    with read.chat.rename_error_fields():
-        body = read.chat.parse_chat_body(model.bounds)
+    with read.chat.renaming_error_fields():
+        body = read.chat.to_chat_body(model.bounds)
         check_model_name(body.model, model)
         tokenizer = tokenizer_for_request(model.tokenizer, origin, body.params)
         return {"input_tokens": len(encode_chat(body, tokenizer, model.bounds))}

@@ -69,7 +69,7 @@ def _prepare_generate(values: Mapping[str, Any], model: ServedModel, origin: Req
         return TranslatedChat.from_request(read, model, origin, shortens=True).to_api_request(
             read, partial(_format, False)
         )
-    with read.rename_error_fields():
+    with read.renaming_error_fields():
         body = parse_completion(read.values, bounds)
         check_model_name(body.model, model)
         prompts = encode_completion(body, tokenizer_for_request(model.tokenizer, origin, body.params), bounds)

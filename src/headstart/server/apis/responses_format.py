@@ -57,7 +57,7 @@ class ResponseStorageContext:
     previous: ConversationTurn | None
 
     @property
-    def pending_bytes(self) -> int:
+    def held_bytes(self) -> int:
         """The memory that it holds until the response is stored: the earlier turns may be removed meanwhile."""
         return len(self.items) + (0 if self.previous is None else self.previous.chain_bytes)
 
@@ -76,7 +76,7 @@ def make_responses_api(memory: StoredResponses) -> ServedApi:
         items = msgspec.json.encode(fields.input)
         storing = ResponseStorageContext(memory, origin.tenant, items, last) if fields.store else None
         echo = echoed_request_fields(fields, chat.params.sampling)
-        num_extra_bytes = bytes_of_json_value(echo) + (0 if storing is None else storing.pending_bytes)
+        num_extra_bytes = bytes_of_json_value(echo) + (0 if storing is None else storing.held_bytes)
         form = partial(_format, echo, storing, special_tools_by_function(fields.tools))
         return chat.to_api_request(translation, form, num_extra_bytes)
 

@@ -9,9 +9,9 @@ from headstart.apis.answer_schemas import (
     STRING,
     OptionalProperty,
     Schema,
+    array_schema,
     enum_schema,
     integer_properties,
-    list_schema,
     map_schema,
     nullable_schema,
     object_schema,
@@ -114,7 +114,7 @@ CACHE_EXPLANATION = object_schema(
     reason=STRING,
     near_match=nullable_schema(_NEAREST_REQUEST),
     eviction=nullable_schema(_BLOCK_EVICTION),
-    findings=list_schema(_FINDING),
+    findings=array_schema(_FINDING),
     message=STRING,
 )
 _RECENT_REQUEST = object_schema(
@@ -125,7 +125,7 @@ _RECENT_REQUEST = object_schema(
 RECENT_REQUESTS = object_schema(
     "The caller's own recent requests, the oldest first.",
     object=enum_schema("list"),
-    data=list_schema(_RECENT_REQUEST),
+    data=array_schema(_RECENT_REQUEST),
 )
 PINNED_PREFIX = object_schema(
     "A pinned prefix and what it has saved.",
@@ -137,7 +137,7 @@ PINNED_PREFIX = object_schema(
     error=nullable_schema(STRING),
 )
 PINNED_PREFIXES = object_schema(
-    "All pinned prefixes, the rejected ones last.", object=enum_schema("list"), data=list_schema(PINNED_PREFIX)
+    "All pinned prefixes, the rejected ones last.", object=enum_schema("list"), data=array_schema(PINNED_PREFIX)
 )
 REMOVED_PREFIX = object_schema("The answer to the removal of a prefix.", name=STRING, deleted=enum_schema(True))
 CACHE_TREE = object_schema(
@@ -147,8 +147,8 @@ CACHE_TREE = object_schema(
     **integer_properties("block_size capacity_tokens tokens num_runs"),
     seconds_ago=NUMBER,
     tenants=map_schema(INTEGER),
-    columns=list_schema(STRING),
-    runs=list_schema(LIST),
+    columns=array_schema(STRING),
+    runs=array_schema(LIST),
 )
 _LOSS = object_schema(
     "Prompt tokens that were computed for one cause, and how to mend it; evicted ones by tenant that needed the space.",
@@ -180,11 +180,11 @@ FIGURES = object_schema(
     window_seconds=NUMBER,
     sources=map_schema(INTEGER),
     hit_rate=nullable_schema(NUMBER),
-    losses=list_schema(_LOSS),
+    losses=array_schema(_LOSS),
     **_of_administrators(0, "running waiting"),
     **_of_administrators(0.0, "prompt_tokens_per_s output_tokens_per_s"),
     ttft_ms=optional_property(map_schema(nullable_schema(NUMBER))),
     kv_tokens=optional_property(map_schema(INTEGER)),
     **_of_administrators(0, "evicted_blocks num_steps"),
-    tenants=optional_property(list_schema(_TENANT_FIGURES)),
+    tenants=optional_property(array_schema(_TENANT_FIGURES)),
 )

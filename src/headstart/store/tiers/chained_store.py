@@ -16,7 +16,7 @@ from typing import Any
 
 from headstart.core.cache.block_store import BlockKey, BlockLoadPart, BlockSource, BlockStore, StoreStats
 from headstart.core.cache.hashing import BlockHash
-from headstart.store.disk import DiskStore, TierStore
+from headstart.store.disk import DiskStore, SingleTierStore
 from headstart.store.format import StoredBlockFormat
 from headstart.store.tiers.tier import StoreTierLocations
 
@@ -44,7 +44,7 @@ def open_store(
         tier: Any = import_module(REDIS_TIER)
         for number, secret in enumerate(secrets):
             redis = tier.RedisTier(found.url, password, shape, secret, ttl)
-            stores.append(TierStore(redis, shape.block_bytes, writes=number == 0))
+            stores.append(SingleTierStore(redis, shape.block_bytes, writes=number == 0))
     return stores[0] if len(stores) == 1 else ChainedStore(stores) if stores else None
 
 
@@ -58,9 +58,9 @@ class ChainedStore:
         self._num_loads = 0
         self._copies: deque[tuple[int, int, BlockKey]] = deque()  # offers that wait
 
-    def set_block_source(self, source: BlockSource) -> None:
+    def start_writing_from(self, source: BlockSource) -> None:
         for store in self._stores:
-            store.set_block_source(source)
+            store.start_writing_from(source)
 
     def contains(self, block_hash: BlockHash) -> bool:
         return any(store.contains(block_hash) for store in self._stores)
@@ -119,10 +119,10 @@ class ChainedStore:
         for store in self._stores:
             store.mark_used(block_hashes)
 
-    def set_pinned(self, block_hashes: Iterable[BlockHash]) -> None:
+    def set_pinned_blocks(self, block_hashes: Iterable[BlockHash]) -> None:
         kept = list(block_hashes)
         for store in self._stores:
-            store.set_pinned(kept)
+            store.set_pinned_blocks(kept)
 
     def discard_corrupt(self, block_hashes: Sequence[BlockHash]) -> None:
         self._copies = deque(copy for copy in self._copies if copy[2].block_hash not in block_hashes)

@@ -86,7 +86,7 @@ class RedisConnections:
                     pipeline.execute_command(*commands[place])
                 for place, answer in zip(places, pipeline.execute(raise_on_error=False), strict=True):
                     is_moved = isinstance(answer, REDIRECTIONS)
-                    answers[place] = self._nodes.follow_redirect(commands[place]) if is_moved else answer
+                    answers[place] = self._nodes.execute_following_redirects(commands[place]) if is_moved else answer
                     if isinstance(answer, Exception) and not is_moved:
                         raise answer
 

@@ -63,7 +63,7 @@ class RedisNodes:
             found[last] = found.pop(last)
         return found
 
-    def follow_redirect(self, command: Sequence[Any]) -> Any:
+    def execute_following_redirects(self, command: Sequence[Any]) -> Any:
         """Return the answer to a command that its server does not answer, since the key moves or has moved."""
         return self._cluster.execute_command(*command)
 

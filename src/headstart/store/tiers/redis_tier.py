@@ -1,8 +1,8 @@
 """RedisTier: blocks of one shape in a Redis or Valkey server, or cluster, that servers on many machines share.
 
-It is the `StorageTier` of a `TierStore`, whose threads alone talk to the server: the engine's thread reads the dict
-of known blocks. That dict follows a stream in which every writer announces what it wrote, sealed like the blocks; a
-block that the server has dropped since is a miss, and is forgotten. The server bounds its memory itself (maxmemory),
+It is the `StorageTier` of a `SingleTierStore`, whose threads alone talk to the server: the engine's thread reads the
+dict of known blocks. That dict follows a stream in which every writer announces what it wrote, sealed like the blocks;
+a block that the server has dropped since is a miss, and is forgotten. The server bounds its memory itself (maxmemory),
 and every block expires a time after its last use. In a cluster blocks are spread over all nodes; one has the stream.
 """
 

@@ -70,7 +70,7 @@ class ChatDeltaWriter:
         `beginnings`: of a call without a marker, with %s for the name of a tool; the text must begin like one of them.
         """
         if reader.is_cut_off and (not beginnings or self._begins_call(reader.text, beginnings)):
-            reader.unread_kept_text()
+            reader.rewind_kept_text()
         else:
             self.write_last_content(reader.take_kept())
 

@@ -110,7 +110,7 @@ def read_balanced_brackets(
 def _stopped(reader: TextReader, has_begun: bool) -> bool:
     """Return whether a call has begun in an object that is invalid here; the text behind its arguments is unread."""
     if has_begun:
-        reader.unread_kept_text()
+        reader.rewind_kept_text()
     return has_begun
 
 

@@ -54,7 +54,7 @@ class TextReader:
         self.at = 0
         return taken
 
-    def unread_kept_text(self) -> None:
+    def rewind_kept_text(self) -> None:
         """Make the kept text unread again. If it ran out, it is dropped: it may be the rest of a call."""
         if self.is_cut_off:
             self.text = ""

@@ -24,7 +24,7 @@ def read_hermes_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]
         if (yield from reader.consume_literal(closing)):
             reader.take_kept()
         else:
-            reader.unread_kept_text()
+            reader.rewind_kept_text()
 
 
 def read_llama3_json_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
@@ -67,7 +67,7 @@ def _llama3_calls(reader: TextReader, writer: ChatDeltaWriter, *, is_tagged: boo
         beginnings = ()
         yield from reader.skip_space()
         if not (yield from reader.consume_literal(";")) and (yield from reader.peek_char()) != "{":
-            reader.unread_kept_text()
+            reader.rewind_kept_text()
             return
 
 
@@ -83,7 +83,7 @@ def _mistral_array(reader: TextReader, writer: ChatDeltaWriter) -> Read[None]:
             reader.take_kept()
             return
         if not (yield from reader.consume_literal(",")):
-            reader.unread_kept_text()
+            reader.rewind_kept_text()
             return
 
 
@@ -138,7 +138,7 @@ def _python_list(
             is_closed = yield from reader.consume_literal(PYTHONIC_MARKERS[1])
             reader.take_kept()
             if not is_closed:
-                reader.unread_kept_text()
+                reader.rewind_kept_text()
         else:
-            reader.unread_kept_text()
+            reader.rewind_kept_text()
         return

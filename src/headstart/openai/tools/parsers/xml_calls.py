@@ -61,7 +61,7 @@ def read_qwen3_coder_calls(reader: TextReader, writer: ChatDeltaWriter) -> Read[
                 reader.take_kept()
                 break
             if not (yield from reader.consume_literal(begin)):
-                reader.unread_kept_text()
+                reader.rewind_kept_text()
                 break
             is_call = yield from _call(QWEN3_CODER_FORM, reader, writer, any_name=True)
         if not is_call:
@@ -98,7 +98,7 @@ def _call(form: XmlCallFormat, reader: TextReader, writer: ChatDeltaWriter, *, a
             if is_end:
                 reader.take_kept()
             else:
-                reader.unread_kept_text()
+                reader.rewind_kept_text()
             return True
         before = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
         separator = ", "
