@@ -49,7 +49,7 @@ class RemoteState:
         return httpx.get(f"{self._url}/metrics", timeout=PATIENCE).content
 
     @property
-    def num_pending(self) -> int:
+    def num_awaiting_first_token(self) -> int:
         return self._fleet()["queued"]
 
     @property

@@ -147,7 +147,7 @@ def test_a_full_queue_refuses_more(kind: str) -> None:
         async with start(kind, replica, server={"max_num_queued_reqs": 1}) as router:
             replica.script = wait
             first = asyncio.create_task(router.complete(stream=True))
-            await until(lambda: router.state.num_pending == 1)
+            await until(lambda: router.state.num_awaiting_first_token == 1)
             response = await router.complete(stream=True)
             assert response.status_code == 429 and response.json()["error"]["code"] == "queue_full"
             assert int(response.headers["retry-after"]) >= 1

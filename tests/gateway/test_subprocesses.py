@@ -351,7 +351,7 @@ def test_a_replica_that_is_started_by_hand_says_what_is_missing() -> None:
 def test_the_backoff_doubles_up_to_a_bound_and_begins_anew_for_the_steady() -> None:
     class Lived:
         def __init__(self, seconds: float) -> None:
-            self.seconds = seconds
+            self.uptime_seconds = seconds
 
     slot = _Slot(0, 1.0)
     delays = [slot.next_delay(Lived(0.0)) for _ in range(7)]  # type: ignore[arg-type]

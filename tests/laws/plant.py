@@ -243,7 +243,7 @@ def promises_of_a_failed_load_stay() -> None:
 
 
 def a_met_load_outlives_its_sequence() -> None:
-    StoreTransfers.announce_last_checkpoint = lambda self, seq: None  # type: ignore[method-assign]
+    StoreTransfers.on_sequence_left = lambda self, seq: None  # type: ignore[method-assign]
 
 
 def blocks_are_published_before_those_in_front_of_them() -> None:
@@ -257,7 +257,7 @@ def blocks_are_published_before_those_in_front_of_them() -> None:
 
 
 def what_has_arrived_is_computed_too() -> None:
-    StoreTransfers.chunk_len_within_budget = lambda self, seq, start, num: num  # type: ignore[method-assign]
+    StoreTransfers.max_chunk_len = lambda self, seq, start, num: num  # type: ignore[method-assign]
 
 
 def what_a_failed_row_used_is_loaded_again() -> None:

@@ -40,9 +40,9 @@ def read(folder: Path, num_sessions: int, num_requests: int, gap: float, seed: i
     reader, rng = SessionReader(), Random(seed)
     for path in rng.sample(sorted(folder.glob("*.json.gz")), num_sessions):
         session = json.loads(gzip.decompress(path.read_bytes()))
-        reader.add({**session, "requests": session["requests"][:num_requests]})
+        reader.add_session({**session, "requests": session["requests"][:num_requests]})
     requests = [request for request in reader.trace().requests if len(request.hash_ids) * 2 <= MAX_PROMPT]
-    roots = sorted({request.root for request in requests})
+    roots = sorted({request.root_session for request in requests})
     begins, now = {}, 0.0
     for root in rng.sample(roots, len(roots)):
         begins[root] = now
@@ -51,7 +51,7 @@ def read(folder: Path, num_sessions: int, num_requests: int, gap: float, seed: i
     return [
         replace(
             request,
-            at=request.at - firsts[request.root] + begins[request.root],
+            at=request.at - firsts[request.root_session] + begins[request.root_session],
             pause=min(request.pause, MAX_PAUSE) * rng.uniform(0.5, 1.5),
         )
         for request in requests
@@ -59,7 +59,7 @@ def read(folder: Path, num_sessions: int, num_requests: int, gap: float, seed: i
 
 
 def _root(request: TracedRequest) -> str:
-    return request.root
+    return request.root_session
 
 
 def prompt_of(request: TracedRequest) -> list[int]:

@@ -215,7 +215,7 @@ class _Answer:
                 parts = (part for choice, delta in news for part in form.events(choice, delta))
                 if not news:
                     yield end.ping if opened else waiting
-                elif opened and sum(1 + delta.num_entries for _, delta in news) <= FEW_ENTRIES:
+                elif opened and sum(1 + delta.num_logprob_entries for _, delta in news) <= FEW_ENTRIES:
                     yield b"".join(parts)
                 else:
                     if not opened:

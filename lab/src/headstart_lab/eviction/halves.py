@@ -140,7 +140,7 @@ def _sessions(trace: Trace, half: int, at_once: int, seed: int = 0) -> BlockPath
     """
     by_name: dict[str, list[TracedRequest]] = {}
     for one in trace.requests:
-        by_name.setdefault(one.root, []).append(one)
+        by_name.setdefault(one.root_session, []).append(one)
     uses = Counter(block for rows in by_name.values() for block in {block for one in rows for block in one.hash_ids})
     names = sorted(by_name)[half::2]
     rounds = [(name, copy) for copy in range(COPIES) for name in Random(f"{seed}/{copy}").sample(names, len(names))]
@@ -160,7 +160,7 @@ def _sessions(trace: Trace, half: int, at_once: int, seed: int = 0) -> BlockPath
                 )
             )
     order = {f"{name}#{copy}": place for place, (name, copy) in enumerate(rounds)}
-    found.sort(key=lambda one: (order[one.root], one.at))
+    found.sort(key=lambda one: (order[one.root_session], one.at))
     mixed = overlap_sessions(replace(trace, requests=tuple(found)), at_once)
     rows = [one for one in mixed.requests if one.hash_ids]
     return BlockPaths(mixed.block_size, [list(one.hash_ids) for one in rows], [one.length for one in rows])

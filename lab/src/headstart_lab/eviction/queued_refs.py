@@ -64,7 +64,7 @@ def chat(trace: Trace, requests: int) -> Iterator[list[Workload]]:
     slices: list[list[Job]] = []
     for number in range(SLICES):
         rows = trace.requests[number * len(trace.requests) // SLICES :][:requests]
-        slices.append(replace(trace, requests=rows).jobs(VOCAB_SIZE, 0, factor=CHAT_FACTOR))
+        slices.append(replace(trace, requests=rows).to_jobs(VOCAB_SIZE, 0, factor=CHAT_FACTOR))
     for load in LOADS:
         found: list[Workload] = []
         for jobs in slices:
@@ -85,7 +85,7 @@ def agents(trace: Trace, seeds: int) -> Iterator[list[Workload]]:
         for seed in range(seeds):
             rng, sessions = Random(f"agents/{seed}"), list[Session]()
             for copy in range(AGENT_COPIES):
-                jobs = trace.jobs(VOCAB_SIZE, f"{seed}/{copy}", factor=AGENT_FACTOR)
+                jobs = trace.to_jobs(VOCAB_SIZE, f"{seed}/{copy}", factor=AGENT_FACTOR)
                 sessions += agent_sessions(trace, jobs, rng, within=10.0)
             found.append(Workload("agents", f"{running} of 60 run", tuple(sessions), 1 / 500, running))
         yield found
@@ -173,7 +173,7 @@ def measure(
     """Return a row per load, pool, eviction and scheduling policy; pools without space for a prompt are left out."""
     rows: list[dict[str, Any]] = []
     for group in workloads:
-        bar.stage(f"{group[0].name}, load {group[0].load}", len(pools) * len(EVICTIONS) * len(policies))
+        bar.start_stage(f"{group[0].name}, load {group[0].load}", len(pools) * len(EVICTIONS) * len(policies))
         distinct = [distinct_blocks(work.sessions) for work in group]
         longest = max(longest_blocks(work.sessions) for work in group)
         for share, eviction, policy in product(pools, EVICTIONS, policies):
@@ -222,7 +222,7 @@ def main() -> int:
         if args.agents:
             mixes = list(agents(parse_trace(args.agents.read_text().splitlines()), args.seeds))
             found["agents"] = measure(mixes, args.pools, args.policies, bar)
-        bar.stage("made cases")
+        bar.start_stage("made cases")
         found["best case"] = made("best case", best_case, "fcfs") + made("best case", best_case, "lpm")
         found["worst case"] = made("worst case", worst_case, "priority")
     print_figures_with_machine(

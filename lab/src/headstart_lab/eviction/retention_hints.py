@@ -70,7 +70,7 @@ def with_hints(sessions: Sequence[Session], retention: RetentionHint) -> list[Se
 def arrivals(trace: Trace, start: float, seconds: float, factor: float, seed: int) -> list[Job]:
     """Return the jobs of a part of a trace; arrival times count from its start."""
     rows = tuple(replace(r, at=r.at - start) for r in trace.requests if start <= r.at < start + seconds)
-    return replace(trace, requests=rows).jobs(VOCAB_SIZE, seed, factor=factor)
+    return replace(trace, requests=rows).to_jobs(VOCAB_SIZE, seed, factor=factor)
 
 
 def measure(agents: Trace, others: Trace, name: str, bar: ProgressBar = QUIET) -> list[dict[str, Any]]:
@@ -78,10 +78,10 @@ def measure(agents: Trace, others: Trace, name: str, bar: ProgressBar = QUIET) -
     rows: list[dict[str, Any]] = []
     factor = BLOCK_SIZE / CHAIN_BLOCK if others.kind == "mooncake" else FACTOR
     for stretch in STRETCHES:
-        bar.stage(f"agents beside {name}, pauses times {stretch}", len(POOLS) * len(EVICTIONS) * SEEDS)
+        bar.start_stage(f"agents beside {name}, pauses times {stretch}", len(POOLS) * len(EVICTIONS) * SEEDS)
         mixes: list[tuple[list[Session], list[Session]]] = []
         for seed in range(SEEDS):
-            mine = agents.jobs(VOCAB_SIZE, f"agents/{seed}", factor=factor)
+            mine = agents.to_jobs(VOCAB_SIZE, f"agents/{seed}", factor=factor)
             rng = Random(f"hints/{seed}")
             first = agent_sessions(agents, mine, rng, within=SECONDS / 2, stretch=stretch)
             mixes.append((first, singles(arrivals(others, seed * SECONDS, SECONDS, factor, seed))))
@@ -105,7 +105,7 @@ def measure_alike(trace: Trace, bar: ProgressBar = QUIET) -> list[dict[str, Any]
         part = trace.requests[number * len(trace.requests) // SEEDS :][:CHAT_REQUESTS]
         seconds = part[-1].at - part[0].at
         slices.append(singles(arrivals(trace, part[0].at, seconds, BLOCK_SIZE / CHAIN_BLOCK, number)))
-    bar.stage("chat, all send the same hint", len(CHAT_POOLS) * len(EVICTIONS))
+    bar.start_stage("chat, all send the same hint", len(CHAT_POOLS) * len(EVICTIONS))
     for share, eviction in product(CHAT_POOLS, EVICTIONS):
         runs: dict[str, list[Counts]] = {kind: [] for kind in ALIKE}
         for sessions in slices:

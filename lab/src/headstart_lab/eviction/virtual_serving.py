@@ -90,7 +90,7 @@ def serve(server: Server, sessions: Sequence[Session]) -> Counts:
             _, index, number = heappop(due)
             engine.add_request(_request(sessions[index], index, number))
         if not engine.has_work:
-            clock.wait(due[0][0] - clock.now())
+            clock.sleep(due[0][0] - clock.now())
             continue
         waiting, steps = waiting + len(engine.scheduler.waiting), steps + 1
         for output in engine.step(clock.now()):

@@ -37,7 +37,7 @@ class SwitchedState(ServerState):
 
     def _prepared(self, info: EngineInfo, options: ServerOptions) -> ServedModel:
         self.options = options
-        return super().prepare(info)
+        return super().make_served_model(info)
 
     def _switch(self, options: ServerOptions, model: ServedModel) -> None:
         self.options = options

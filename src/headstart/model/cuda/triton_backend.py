@@ -126,7 +126,7 @@ class TritonAttentionStep:
 
     def _attend(self, plan: _Plan, queries: Tensor, kv: KV, out: Tensor, scoring: LayerScoring) -> None:
         layout, meta, backend, kvs = plan.layout, plan.meta, self._backend, kv[0].shape[1]
-        parts = backend.parts(layout.num_parts, out.shape[1])
+        parts = backend.reserve_partial_results(layout.num_parts, out.shape[1])
         common = (
             queries,
             kv,
@@ -154,7 +154,7 @@ class TritonAttentionStep:
         layouts: list[StepArrayLayout] = []
         arrays: list[Ints] = []
         for rows in _fitting(planner, _step_rows(self._step)):
-            memory, tile = np.empty(planner.bounds(rows)[1], np.int32), backend.tile.tile_rows
+            memory, tile = np.empty(planner.max_parts_and_ints(rows)[1], np.int32), backend.tile.tile_rows
             layouts.append(planner.fill(memory, rows, padded=None, tile_rows=tile, selected=none, outputs=0))
             arrays.append(memory[: pad_int32s_to_16_bytes(layouts[-1].total)])
         array = torch.from_numpy(np.concatenate(arrays))

@@ -1,4 +1,4 @@
-"""TenantPartitionedCache: values by key, bounded in bytes per tenant and in all, the least recently used go. Thread-safe.
+"""TenantPartitionedCache: values, bounded in bytes, per tenant and in all, the least recently used out. Thread-safe.
 
 Values of one tenant are found by that tenant only. Keys are digests that cover the isolation domain (a tenant, narrowed
 by a `cache_salt`), so that the domains of a tenant share its limit but no values.
