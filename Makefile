@@ -23,7 +23,7 @@ BYTECODE := PYTHONDONTWRITEBYTECODE=
 PYTEST := $(QUIET_CORES) $(BYTECODE) $(BIN)/python -m pytest --forks $(JOBS)
 LINT   := $(BIN)/ruff format --check . && $(BIN)/ruff check .
 TYPES  := $(BIN)/pyrefly check --python-interpreter-path $(BIN)/python --summary=none
-# Of tests and benchmarks, whose types are not checked, the names; what was known not to exist is in a list.
+# Of all code, also where types are not checked, the names; what was known not to exist is in a list.
 NAMES  := $(TYPES) --config tests/pyrefly.toml --baseline tests/known_names.json
 SELF   := $(MAKE) --no-print-directory
 

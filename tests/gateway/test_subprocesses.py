@@ -304,7 +304,7 @@ def parent_of(model: str, end: str) -> list[str]:
         "    sys.stderr.write(line + '\\n')\n"  # at once: replicas' lines come from other threads
         f"    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, {end})\n"
         "with fleet:\n"
-        "    asyncio.run(fleet.watch(changed))\n"
+        "    asyncio.run(fleet.watch_replicas(changed))\n"
     )
     return [sys.executable, "-c", script]
 

@@ -96,6 +96,6 @@ def test_a_wheel_brings_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_it_needs_no_torch() -> None:
     """A router has none."""
-    build = "import sys, headstart.model.kernels.block_hashes as b; b.compiled_hash_chain()"
+    build = "import sys, headstart.model.kernels.block_hashes as b; b.load_compiled_hash_chain()"
     code = f"{build}; sys.exit('torch' in sys.modules)"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0

@@ -66,16 +66,25 @@ VALUES = st.recursive(
     max_leaves=5,
 )
 APPLIED = ("anyOf", "oneOf", "allOf")
-SCHEMAS = st.recursive(
-    st.sampled_from([*RULES.values(), *SILENT, SET, {}, {"type": "string"}, {"type": "integer"}, {"const": "a"}]),
-    lambda inner: st.one_of(
-        *(st.lists(inner, min_size=1, max_size=3).map(lambda some, key=key: {key: some}) for key in APPLIED),
-        st.tuples(inner, inner).map(lambda two: {"properties": {"a": two[0]}, "additionalProperties": two[1]}),
-        st.tuples(inner, inner).map(lambda two: {**two[0], **two[1]}),
-        inner.map(lambda one: {"items": one, "uniqueItems": True}),
-        inner.map(lambda one: {"$defs": {"x": one}, "properties": {"b": {"$ref": "#/$defs/x"}}}),
-    ),
-    max_leaves=4,
+LEAVES = [*RULES.values(), *SILENT, SET, {}, {"type": "string"}, {"type": "integer"}, {"const": "a"}]
+REFERENCE = {"properties": {"b": {"$ref": "#/$defs/x"}}}
+
+
+def schemas(*leaves: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.recursive(
+        st.sampled_from(leaves),
+        lambda inner: st.one_of(
+            *(st.lists(inner, min_size=1, max_size=3).map(lambda some, key=key: {key: some}) for key in APPLIED),
+            st.tuples(inner, inner).map(lambda two: {"properties": {"a": two[0]}, "additionalProperties": two[1]}),
+            st.tuples(inner, inner).map(lambda two: {**two[0], **two[1]}),
+            inner.map(lambda one: {"items": one, "uniqueItems": True}),
+        ),
+        max_leaves=4,
+    )
+
+
+SCHEMAS = schemas(*LEAVES) | st.tuples(schemas(*LEAVES, *[REFERENCE] * 8), schemas(*LEAVES)).map(
+    lambda two: {**two[0], "$defs": {"x": two[1]}}
 )
 
 

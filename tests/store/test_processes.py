@@ -25,14 +25,14 @@ for line in sys.stdin:
     if verb == "write":
         for at in range(first, first + num, 10):
             catalog.make_room(10 * SHAPE.block_bytes, kept=())
-            catalog.append(chain(min(10, first + num - at), seed, at))
+            catalog.write_new_blocks(chain(min(10, first + num - at), seed, at))
         print(catalog.num_blocks, flush=True)
     elif verb == "read":
-        catalog.refresh()
+        catalog.refresh_from_other_writers()
         print(sum(read(catalog, [block])[0] for block in chain(num, 1 - seed, first)), flush=True)
     elif verb == "discard":
-        catalog.refresh()
-        catalog.discard([name_of(at, 1 - seed) for at in range(first, first + num)])
+        catalog.refresh_from_other_writers()
+        catalog.discard_blocks([name_of(at, 1 - seed) for at in range(first, first + num)])
         print("done", flush=True)
 """
 

@@ -62,7 +62,7 @@ class AvoidableTextEstimator:
         tools: Sequence[Any],
         tokens: int,
     ) -> WindowEntry | None:
-        """Return a prompt for `note`; None if prompts are not examined, or it is too large. Thread-safe."""
+        """Return a prompt for `remember_prompt`; None if prompts are not examined, or it is too large. Thread-safe."""
         num_bytes = bytes_of_json_value((messages, tools), MAX_BYTES) if self._share else 0
         if not self._share or num_bytes > MAX_BYTES:
             return None

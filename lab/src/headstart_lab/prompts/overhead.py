@@ -180,7 +180,8 @@ def in_process() -> list[dict[str, Any]]:
             token_ids = array("i", rng.choices(range(30000), k=num_tokens))
             start = time.process_time_ns()
             shape = chat_source_hashes(messages, params, b"")
-            doctor.remember_prompt(origin, None, messages, (), num_tokens)
+            if (entry := doctor.build_window_entry(origin, None, messages, (), num_tokens)) is not None:
+                doctor.remember_prompt(entry)
             times["shape"].append(time.process_time_ns() - start)
             start = time.process_time_ns()
             kept = fingerprint_prompt(shape, token_ids)
