@@ -82,15 +82,15 @@ class RandomCheckpoint:
     def __contains__(self, name: str) -> bool:
         return True
 
-    def equal(self, first: str, second: str) -> bool:
+    def are_tensors_equal(self, first: str, second: str) -> bool:
         return False
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def load_tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=dtype)
         return torch.empty(shape, dtype=dtype).normal_(0.0, self._std, generator=self._generator)
 
-    def take_packed(self, name: str, shape: tuple[int, ...]) -> None:
+    def load_packed_tensor(self, name: str, shape: tuple[int, ...]) -> None:
         return None
 
 

@@ -36,16 +36,16 @@ class RandomCheckpoint:
     def __contains__(self, name: str) -> bool:
         return not (self._tied and name == "lm_head.weight")
 
-    def equal(self, first: str, second: str) -> bool:
+    def are_tensors_equal(self, first: str, second: str) -> bool:
         return self._tied
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def load_tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=dtype, device=self._device)
         tensor = torch.empty(shape, dtype=torch.float32 if dtype == torch.float32 else dtype, device=self._device)
         return tensor.normal_(0.0, self._std, generator=self._generator)
 
-    def take_packed(self, name: str, shape: tuple[int, ...]) -> None:
+    def load_packed_tensor(self, name: str, shape: tuple[int, ...]) -> None:
         return None
 
 

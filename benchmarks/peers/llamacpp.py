@@ -40,7 +40,7 @@ def main() -> None:
         return
     with ServerRunner(home / "build" / "bin" / "llama-server", path, settings) as runner:
         runner.run(warm_up)
-        runner.reset()
+        runner.try_clear_prefix_cache()
         serve(answers, {"label": label, "vocab_size": runner.vocab_size, "about": about}, runner.reset, runner.run)
 
 

@@ -60,7 +60,7 @@ class ServerRunner:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    def reset(self) -> bool:
+    def try_clear_prefix_cache(self) -> bool:
         self._stop()
         self._start()
         return True

@@ -183,7 +183,7 @@ def test_of_a_server_it_shows_sizes_finds_damage_and_clears_only_blocks(
     server = RedisServer(tmp_path, "--requirepass", "hunter2")
     for secret, num_blocks in ((b"a" * 32, 3), (b"b" * 32, 2)):
         tier = tiers.RedisTier(server.url, "hunter2", SHAPE, secret, 600)
-        assert tier.append(blocks(num_blocks)) == num_blocks
+        assert tier.write_new_blocks(blocks(num_blocks)) == num_blocks
     client = redis.Redis(port=server.port, password="hunter2")
     client.set("mine", "1")
     assert store("stat", server.url, "--json") == 0

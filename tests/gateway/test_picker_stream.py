@@ -80,7 +80,7 @@ class FakeEnvoy:
     async def write(self, *responses: pb.ProcessingResponse) -> None:
         self.written += responses
 
-    def end_without_cancel(self) -> None:
+    def treat_cancel_as_end(self) -> None:
         """Nothing: `say(None)` is always gentle."""
 
     @property

@@ -10,7 +10,7 @@ def fake_meter(monkeypatch: pytest.MonkeyPatch, shares: list[float | None]) -> N
     class Meter:
         def start(self) -> None: ...
 
-        def measure_other_cores(self) -> float | None:
+        def cores_used_by_others(self) -> float | None:
             return shares.pop(0)
 
     monkeypatch.setattr(machine, "ContentionMeter", Meter)

@@ -157,7 +157,7 @@ class Fixed:
     def __init__(self, mask: Any) -> None:
         self._mask = mask
 
-    def allowed(self, _: Chunk) -> Any:
+    def mask_of_row(self, _: Chunk) -> Any:
         return self._mask
 
 

@@ -32,7 +32,9 @@ class SlowTier:
     def contains(self, block_hash: object) -> bool:
         return True
 
-    def read(self, keys: Sequence[BlockKey], buffer: memoryview, ahead: Sequence[BlockKey] = ()) -> ReadResult:
+    def read_blocks_until_miss(
+        self, keys: Sequence[BlockKey], buffer: memoryview, ahead: Sequence[BlockKey] = ()
+    ) -> ReadResult:
         seconds = self.way(len(keys))
         self.clock.now += min(seconds, self.deadline)
         if seconds > self.deadline:

@@ -44,7 +44,7 @@ LENGTHS = [5000, 6001, 4999, 5120, 7777]
 def test_ids_stand_for_as_many_tokens_as_the_lengths_say(size: int, has_rest: bool) -> None:
     trace = read(rows(size, LENGTHS, has_rest=has_rest))
     assert trace.block_size == size
-    jobs = trace.jobs(32_000, 0)
+    jobs = trace.to_jobs(32_000, 0)
     assert [len(job.prompt) for job in jobs] == LENGTHS
     shared = (4999 - 1) // size * size if has_rest else (4999 // size - 1) * size
     assert jobs[0].prompt[:shared] == jobs[2].prompt[:shared] != jobs[1].prompt[1 : shared + 1]
@@ -148,8 +148,10 @@ def test_bailians_traces_have_blocks_of_16_and_seconds() -> None:
 def test_scaled_lengths_share_the_scaled_part(factor: float, size: int) -> None:
     """Also where a block has less than a token."""
     trace = read(rows(size, LENGTHS))
-    first, _, third, *_ = trace.jobs(2**31 - 1, 0, factor=factor)
-    assert [len(job.prompt) for job in trace.jobs(99, 0, factor=factor)] == [max(int(n * factor), 1) for n in LENGTHS]
+    first, _, third, *_ = trace.to_jobs(2**31 - 1, 0, factor=factor)
+    assert [len(job.prompt) for job in trace.to_jobs(99, 0, factor=factor)] == [
+        max(int(n * factor), 1) for n in LENGTHS
+    ]
     shared = round(4998 // size * size * factor)
     assume(shared > 4)
     assert first.prompt[: shared - 1] == third.prompt[: shared - 1]
@@ -160,7 +162,7 @@ def test_lengths_are_divided_with_their_blocks() -> None:
     trace = read(rows(64, LENGTHS))
     found = trace.with_divided_lengths(16)
     assert found.block_size == 4 and [one.length for one in found.requests] == [-(-n // 16) for n in LENGTHS]
-    assert found.requests[0].output == 1 and [len(job.prompt) for job in found.jobs(99, 0)] == [
+    assert found.requests[0].output == 1 and [len(job.prompt) for job in found.to_jobs(99, 0)] == [
         -(-n // 16) for n in LENGTHS
     ]
     with pytest.raises(ConfigError, match="which 3 does not divide"):
