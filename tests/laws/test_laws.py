@@ -114,7 +114,7 @@ class SchedulerLaws(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.done: set[str] = set()
-        self.books: dict[str, set[int]] = {}  # prompt positions that each request computed, once or more
+        self.books: dict[str, set[int]] = {}  # prompt positions that each request computed
         self.count = 0
 
     @rule(prompt=prompts(), max_tokens=st.integers(1, 8), mode=st.sampled_from(CacheMode), urgent=st.integers(0, 2),
@@ -200,6 +200,7 @@ def check_step(
     executor = executor_of(engine)
     before = len(executor.batches)
     computed = {seq.request_id: seq.num_computed_tokens for seq in engine.scheduler.running}
+    covered = {seq.request_id: seq.num_covered_tokens for seq in engine.scheduler._sequences.values()}
     again = {seq.request_id for seq in engine.scheduler._sequences.values() if seq.was_recomputed}
     adoptions = engine.scheduler.counters.num_adoptions
     outputs = engine.step()
@@ -209,7 +210,8 @@ def check_step(
         ahead = sum(chunk.start > computed.get(chunk.request_id, chunk.start) for chunk in batch.chunks)
         assert ahead <= adoptions, "law 7: a chunk begins where its sequence was, unless it took over blocks"
         for chunk in batch.chunks:
-            positions = range(chunk.start, min(chunk.start + len(chunk.token_ids), chunk.num_prompt_tokens))
+            first = max(chunk.start, covered.get(chunk.request_id, 0))  # those before are a replay, counted apart
+            positions = range(first, min(chunk.start + len(chunk.token_ids), chunk.num_prompt_tokens))
             books.setdefault(chunk.request_id, set()).update(positions)
     executor.batches.clear()
     for seq in engine.scheduler._sequences.values():
@@ -235,7 +237,7 @@ def check_batch(engine: Engine, batch: Batch, computed: dict[str, int]) -> None:
     charged = 0
     for chunk in batch.chunks:
         n = len(chunk.token_ids)
-        if chunk.num_logits == 0:
+        if chunk.num_logits == 0 and chunk.start < chunk.num_prompt_tokens:  # outputs come one by one, also in a replay
             assert (chunk.start + n) % limits.align == 0, "law 6: only the last chunk may end inside a block"
         charged += budget_cost(chunk.start, n, limits, decode=n == chunk.num_logits)
         kept = n - max(chunk.num_logits - 1, 0)  # the table is trimmed behind rejected drafts; the executor checks all
