@@ -5,8 +5,8 @@ TORCH       ?= torch==2.13.0
 # torch's CPU build: 0.2 GB where the registry's default build for Linux brings several GB of CUDA packages.
 # `make setup TORCH_INDEX=` takes the default build; with an NVIDIA GPU that is what happens anyway.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-# Processes that run tests. Many tests wait: a third process keeps two cores busy.
-JOBS        ?= 3
+# Processes that run tests. Many tests wait: four processes keep two cores busy.
+JOBS        ?= 4
 ARGS        ?=
 
 BIN  := $(VENV)/bin

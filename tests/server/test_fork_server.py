@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -91,6 +93,15 @@ def test_a_server_ends_with_the_tests_that_started_it(folder: str, tmp_path: Pat
         server.process._channel.close()  # as the kernel does for a process that ends
         wait_for(lambda: not process.is_running())
         server.process.returncode = -signal.SIGKILL
+
+
+def test_a_signal_to_a_process_whose_exit_code_is_on_the_way_is_no_error() -> None:
+    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    ended.wait()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        Forked(ended.pid, ours).kill()
+        assert Forked(ended.pid, ours).poll() is None
 
 
 def test_pipes_carry_input_and_its_end_to_the_process_and_its_output_back() -> None:
