@@ -6,18 +6,18 @@ Block hashes are chained, so equal hashes are at equal places and mean equal pre
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-SegmentBlockHashes = Sequence[bytes]
+BlockHashes = Sequence[bytes]
 
 
 class Writer(NamedTuple):
     """A running prefill: the hashes of the full blocks of its prompt, and how many of these are cached already."""
 
-    block_hashes: SegmentBlockHashes
+    block_hashes: BlockHashes
     num_written: int
 
 
 def is_promised(
-    block_hashes: SegmentBlockHashes, num_usable: int, writers: Iterable[Writer], is_cached: Callable[[bytes], bool]
+    block_hashes: BlockHashes, num_usable: int, writers: Iterable[Writer], is_cached: Callable[[bytes], bool]
 ) -> bool:
     """Return whether a writer is going to write the first of these blocks that is not cached. Changes nothing.
 
@@ -35,7 +35,7 @@ def is_promised(
     return False
 
 
-def num_common_blocks(one: SegmentBlockHashes, other: SegmentBlockHashes, num_usable: int) -> int:
+def num_common_blocks(one: BlockHashes, other: BlockHashes, num_usable: int) -> int:
     """Return the number of leading blocks that are equal, at most `num_usable`."""
     low, high = 0, min(len(one), len(other), num_usable)
     while low < high:
@@ -47,7 +47,7 @@ def num_common_blocks(one: SegmentBlockHashes, other: SegmentBlockHashes, num_us
     return low
 
 
-def num_cached_blocks(block_hashes: SegmentBlockHashes, num_usable: int, is_cached: Callable[[bytes], bool]) -> int:
+def num_cached_blocks(block_hashes: BlockHashes, num_usable: int, is_cached: Callable[[bytes], bool]) -> int:
     """Return the number of leading blocks that are cached, at most `num_usable`.
 
     By bisection: the parents of a cached block are usually cached. Where they are not, the result may be any place

@@ -30,7 +30,7 @@ class BlockLoadPart(NamedTuple):
     """The next blocks of one load, verified and in order. After `is_last` the remaining ones are misses."""
 
     load_id: int
-    data: tuple[Data, ...]  # one per block, canonical form; valid until `BlockStore.done_with`
+    data: tuple[Data, ...]  # one per block, canonical form; valid until `BlockStore.release_loaded`
     is_last: bool
 
 
