@@ -134,6 +134,7 @@ class Layer {
     // Sets `piece` to those of the pages [begin, end) of a segment that are read. Returns whether there are any.
     bool open_piece(Piece &piece, const Reading &reading, int begin, int end) const {
         bool first = begin <= reading.low;
+        piece.skip = first ? (reading.low - begin) & 1 : 0;
         if (begin < reading.low) begin = reading.low;
         if (end > reading.high) end = reading.high;
         if (begin >= end) return false;

@@ -10,7 +10,12 @@
 
 #include "common.h"
 
-enum { PAGE = 16, MAX_DIMS = 512, TILE_ROWS = 48, MICRO_ROWS = 6 };
+enum { PAGE = 16, MAX_DIMS = 512, MICRO_ROWS = 6 };
+#if defined(AMX_TILES)
+enum { TILE_ROWS = 96 };
+#else
+enum { TILE_ROWS = 48 };
+#endif
 
 // A row's softmax is computed in segments of pages, and joined from them in order. Segments depend on positions alone:
 // whatever reads a segment, for however many rows, adds the same numbers in the same order. So nodes and parts of a plan

@@ -35,6 +35,11 @@ static inline vec high_half(words w) {
 }
 static inline vec scaled_by_power(vec x, vec n) { return _mm512_scalef_ps(x, n); }
 static inline vec nearest(vec x) { return _mm512_roundscale_ps(x, 0); }
+static inline vec fraction(vec x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }  // x - floor(x)
+// x * 2^floor(n), or 0 for n below -126.
+static inline vec scaled_by_floor(vec x, vec n) {
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, all(-126.0f), _CMP_NLT_UQ), x, n);
+}
 // Returns sum + a * b, where a sum is one of many.
 static inline vec plus_product(vec sum, vec a, vec b) { return fma(a, b, sum); }
 // `x` in lanes [from, to), `other` elsewhere.
@@ -78,6 +83,11 @@ static inline vec nearest(vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEARE
 static inline vec scaled_by_power(vec x, vec n) {
     __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
     return _mm256_mul_ps(x, _mm256_castsi256_ps(exponent));
+}
+static inline vec fraction(vec x) { return sub(x, _mm256_floor_ps(x)); }
+static inline vec scaled_by_floor(vec x, vec n) {
+    vec scaled = scaled_by_power(x, _mm256_floor_ps(greater(all(-126.0f), n)));
+    return _mm256_and_ps(scaled, _mm256_cmp_ps(n, all(-126.0f), _CMP_NLT_UQ));
 }
 static inline vec plus_product(vec sum, vec a, vec b) {
     add_product_in_place(sum, a, b);
@@ -171,13 +181,13 @@ struct Tiled {
     enum { W = 2, PARTS = 1, TILED = 1, FACTORS = 2 };
     typedef bf16 element;
     typedef bf16 factor;
-    static void put(factor *to, vec x) {
+    static void put(factor *to, vec x, vec y) {  // behind each other
 #if defined(__AVX512BF16__)
-        _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(x));
+        _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(y, x));
 #else
-        float lanes[LANES];
-        store(lanes, x);
-        for (int i = 0; i < LANES; i++) to[i] = to_bf16(lanes[i]);
+        float lanes[2 * LANES];
+        store(lanes, x), store(lanes + LANES, y);
+        for (int i = 0; i < 2 * LANES; i++) to[i] = to_bf16(lanes[i]);
 #endif
     }
     static void pack(factor *to, const element *from, int count) { memcpy(to, from, sizeof(bf16) * count); }

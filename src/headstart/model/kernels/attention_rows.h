@@ -48,84 +48,90 @@ inline void reduce(const Partial &from, float *to, Combine op) {
 }
 #endif
 
-// The results of a segment for 16 rows; see Sums.
-struct alignas(64) RowSums {
-    float greatest[ROWS], total[ROWS];
+// 2^x for x <= 0, with an error of 3e-6, since weights are rounded to bf16; 0 for x below -126; a NaN stays a NaN.
+inline vec weight_of(vec x) {
+    vec r = fraction(x);
+    vec p = fma(all(1.353417e-2f), r, all(5.201146e-2f));
+    p = fma(p, r, all(2.4144275e-1f));
+    p = fma(p, r, all(6.930038e-1f));
+    return scaled_by_floor(fma(p, r, all(1.0000026f)), x);
+}
+
+// What is computed of a segment for 16 rows. Rows lie so far apart that they do not share a set of the cache.
+struct alignas(64) Group {
+    float score[ROWS][CHUNK + PAGE];
+    bf16 weight[ROWS][CHUNK + 2 * PAGE];
+    float greatest[ROWS], total[ROWS];  // see Sums
+    float factor[ROWS];                 // log2 of that of the lower of this segment's sums and those before it
+    float out[ROWS * (MAX_DIMS + PAGE)];
 };
 
-// Calls visit(slot, vector) for the scores of a row: `change` of those that it sees, `other` in the place of the others.
-template <class Change, class Visit>
-inline void each_score(const float *scores, const Piece &piece, int from, int upto, Change change, vec other, Visit visit) {
-    if (piece.whole && from <= piece.position[0] && upto >= piece.position[piece.count - 1] + PAGE) {
-        for (int slot = 0; slot < piece.count * PAGE; slot += LANES) visit(slot, change(load(scores + slot)));
-        return;
+// Replaces the scores [pages * PAGE] of slots that a row does not see by -inf.
+inline void mask_scores(const Piece &piece, int pages, int from, int upto, float *scores) {
+    int first = piece.position[0], begin = piece.skip, end = piece.skip + piece.count;
+    if (piece.whole) {  // the row sees all slots of these
+        if (from > first) begin += ceil_div(from - first, PAGE);
+        if (upto < first + piece.count * PAGE) end = piece.skip + (upto - first) / PAGE;
     }
-    for (int p = 0; p < piece.count; p++) {
-        int seen = upto - piece.position[p] < piece.filled[p] ? upto - piece.position[p] : piece.filled[p];
-        int skip = from - piece.position[p];
-        for (int v = 0; v < PAGE_VECS; v++) {
-            int slot = p * PAGE + v * LANES;
-            visit(slot, between(change(load(scores + slot)), other, skip - v * LANES, seen - v * LANES));
+    for (int page = 0; page < pages; page++) {
+        if (piece.whole && page == begin && begin < end) page = end;
+        if (page >= pages) break;
+        int own = page - piece.skip, low = 0, high = 0;
+        if (own >= 0 && own < piece.count) {
+            low = from - piece.position[own], high = upto - piece.position[own];
+            if (high > piece.filled[own]) high = piece.filled[own];
         }
+        for (int v = 0; v < PAGE; v += LANES)
+            store(scores + page * PAGE + v, between(load(scores + page * PAGE + v), all(-INFINITY), low - v, high - v));
     }
 }
 
-// Converts the scores [rows][score_stride] of rows [first, first + count) of a tile to weights [rows][weight_stride]. Calls
-// meanwhile(row) after each of 16 rows.
-template <class Call>
-inline void soften(const Tile<Tiled> &tile, int first, int count, const Piece &piece, Scaling scaling, float *scores,
-                   long score_stride, bf16 *weights, long weight_stride, RowSums &sums, Call &meanwhile) {
+// Converts the scores of `count` rows of a tile, from `first` on, to weights. Both have `pages` pages, those of the piece
+// from piece.skip on.
+inline void soften(const Tile<Tiled> &tile, int first, int count, const Piece &piece, int pages, Scaling scaling, Group &group) {
     alignas(64) Partial partial;
-    int size = piece.count * PAGE;
-    float to_base2 = scaling.scale * LOG2E;
-    if (scaling.softcap > 0.0f) {
-        float twice = 2.0f * LOG2E * scaling.scale / scaling.softcap;
-        for (int r = 0; r < count; r++) {
-            float *row = scores + r * score_stride;
-            for (int i = 0; i < size; i += LANES) store(row + i, capped(load(row + i), scaling.softcap, twice));
-        }
-        to_base2 = LOG2E;
-    }
+    int size = pages * PAGE;
+    float to_base2 = scaling.scale * LOG2E, twice = 0.0f;
+    if (scaling.softcap > 0.0f) twice = 2.0f * to_base2 / scaling.softcap, to_base2 = LOG2E;
     for (int r = 0; r < ROWS; r++) {
+        float *scores = group.score[r];
         vec most = all(-INFINITY);
-        if (r < count)
-            each_score(scores + r * score_stride, piece, tile.from[first + r], tile.upto[first + r],
-                       [&](vec x) { return mul(x, all(to_base2)); }, all(-INFINITY), [&](int, vec x) { most = greater(most, x); });
-        store(partial[r], most);
+        for (int i = 0; twice != 0.0f && i < size; i += LANES)
+            store(scores + i, capped(load(scores + i), scaling.softcap, twice));
+        if (r < count) {
+            mask_scores(piece, pages, tile.from[first + r], tile.upto[first + r], scores);
+            for (int i = 0; i < size; i += LANES) most = greater(most, load(scores + i));
+        }
+        store(partial[r], mul(most, all(to_base2)));
     }
-    reduce(partial, sums.greatest, [](vec a, vec b) { return greater(a, b); });
+    reduce(partial, group.greatest, [](vec a, vec b) { return greater(a, b); });
     for (int r = 0; r < ROWS; r++) {
-        vec total = zero();
-        bf16 *to = weights + r * weight_stride;
-        if (r < count && sums.greatest[r] == -INFINITY) {  // nothing seen
-            for (int i = 0; i < size; i += LANES) Tiled::put(to + i, zero());
-        } else if (r < count) {
-            vec below = all(-sums.greatest[r]);
-            each_score(scores + r * score_stride, piece, tile.from[first + r], tile.upto[first + r],
-                       [&](vec x) { return power_of_two(fma(x, all(to_base2), below)); }, zero(), [&](int slot, vec x) {
-                           total = add(total, x);
-                           Tiled::put(to + slot, x);
-                       });
+        vec total = zero(), below = all(group.greatest[r] == -INFINITY ? 0.0f : -group.greatest[r]);
+        for (int i = 0; r < count && i < size; i += 2 * LANES) {
+            vec x = weight_of(fma(load(group.score[r] + i), all(to_base2), below));
+            vec y = weight_of(fma(load(group.score[r] + i + LANES), all(to_base2), below));
+            total = add(add(total, x), y);
+            Tiled::put(group.weight[r] + i, x, y);
         }
         store(partial[r], total);
-        meanwhile(r);
+        if (r < count) group.factor[r] = -fabsf(tile.sums[first + r].greatest - group.greatest[r]);
     }
-    reduce(partial, sums.total, [](vec a, vec b) { return add(a, b); });
+    reduce(partial, group.total, [](vec a, vec b) { return add(a, b); });
 }
 
-// Adds the results of a segment for rows [first, first + count) of a tile to those before it: the same bits as `join`.
-inline void join_rows(Tile<Tiled> &tile, int first, int count, const float *out, const RowSums &next) {
-    alignas(64) float factor[ROWS];
-    for (int r = 0; r < ROWS; r++)
-        factor[r] = r < count ? -fabsf(tile.sums[first + r].greatest - next.greatest[r]) : 0.0f;
-    for (int r = 0; r < ROWS; r += LANES) store(factor + r, power_of_two(load(factor + r)));
-    for (int r = 0; r < count; r++, out += tile.dims) {
+// Adds the results of a segment for `count` rows of a tile, from `first` on, to those before it: the same bits as `join`.
+// The factors were stored a while ago: what is stored as single numbers is not loaded as a vector without a stall.
+inline void join_rows(Tile<Tiled> &tile, int first, int count, Group &next, long out_stride) {
+    for (int r = 0; r < ROWS; r += LANES) store(next.factor + r, power_of_two(load(next.factor + r)));
+    for (int r = 0; r < count; r++) {
         if (next.greatest[r] == -INFINITY) continue;  // nothing seen
         Sums &sums = tile.sums[first + r];
         bool rises = !(sums.greatest - next.greatest[r] >= 0.0f);  // see `join`
-        float before = rises ? factor[r] : 1.0f, share = rises ? 1.0f : factor[r];
+        float before = rises ? next.factor[r] : 1.0f, share = rises ? 1.0f : next.factor[r];
         sums = {rises ? next.greatest[r] : sums.greatest, fmaf(next.total[r], share, sums.total * before)};
         float *to = tile.out + (first + r) * tile.dims;
+        const float *out = next.out + r * out_stride;
+#pragma GCC unroll 4
         for (int dim = 0; dim < tile.dims; dim += LANES)
             store(to + dim, fma(load(out + dim), all(share), mul(load(to + dim), all(before))));
     }

@@ -38,7 +38,7 @@ struct Scaling {
 struct Piece {
     const uint32_t *keys[MAX_SEGMENT + AHEAD], *values[MAX_SEGMENT + AHEAD];
     int position[MAX_SEGMENT], filled[MAX_SEGMENT];  // position of slot 0; number of slots with tokens
-    int count;
+    int count, skip;  // skip: pages of the segment before them that are not read, modulo two
     bool whole;  // every slot has a token
 };
 
