@@ -85,6 +85,7 @@ ENTRANTS = (
         has_slots=True,
     ),
     Entrant("transformers", "transformers_cb.py", "transformers", is_thorough=False, title="Transformers"),
+    Entrant("openvino", "openvino_engine.py", "openvino", title="OpenVINO", samples=True, has_pool=True),
 )
 ROSTER = {entrant.name: entrant for entrant in ENTRANTS}
 
