@@ -78,6 +78,7 @@ class Peer:
             raise
         self.label = ready["label"]
         self.vocab_size: int = ready["vocab_size"]
+        self.reports_cached: bool = ready.get("reports_cached", True)
         self.about: dict[str, Any] = ready["about"]
 
     def try_clear_prefix_cache(self) -> bool:
@@ -116,7 +117,7 @@ class Peer:
         late = sum(record.error == GIVEN_UP for record in records)
         if late:
             raise GivenUpError(f"{self.label}: {late} of {len(records)} requests were not over in time")
-        return JobsResult(records, answer["seconds"])
+        return JobsResult(records, answer["seconds"], reports_cached=self.reports_cached)
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of the driver and its child processes so far; 0 once it has ended."""

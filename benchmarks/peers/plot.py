@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from results import KINDS
+from results import KINDS, OPTIONAL, ratio_key
 
-PEERS = {"vllm": "vLLM", "llamacpp": "llama.cpp", "transformers": "Transformers"}
-_LABELS = {"vllm": "ratio", "llamacpp": "ratio_llamacpp", "transformers": "ratio_transformers"}
+PEERS = {"vllm": "vLLM", "llamacpp": "llama.cpp", "transformers": "Transformers", OPTIONAL: "OpenVINO"}
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
@@ -16,10 +15,12 @@ def draw(found: dict[str, Any], path: Path) -> None:
     keys = [key for key in KINDS if found.get(f"{key}.ours")]
     figure = Figure(figsize=(8, 1 + 0.55 * max(len(keys), 1)), layout="constrained")
     axes = figure.add_subplot()
-    height = 0.8 / len(PEERS)
-    for number, (peer, title) in enumerate(PEERS.items()):
-        places = [row + (number - 1) * height for row in range(len(keys))]
-        values = [found.get(f"{key}.{_LABELS[peer]}") or 0.0 for key in keys]
+    ratios = {title: ratio_key(peer) for peer, title in PEERS.items()}
+    ratios = {title: label for title, label in ratios.items() if any(f"{key}.{label}" in found for key in KINDS)}
+    height = 0.8 / max(len(ratios), 1)
+    for number, (title, label) in enumerate(ratios.items()):
+        places = [row + (number - (len(ratios) - 1) / 2) * height for row in range(len(keys))]
+        values = [found.get(f"{key}.{label}") or 0.0 for key in keys]
         axes.barh(places, [max(value - 1, -0.99) if value else 0.0 for value in values], height, left=1, label=title)
     floors = [_floor(found, key) for key in keys]
     axes.scatter(floors, range(len(keys)), marker="|", s=220, color="black", label="floor", zorder=3)

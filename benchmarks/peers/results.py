@@ -21,6 +21,11 @@ from headstart_lab.comparison import ROWS
 
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # 97.5 % of Student's t, by degrees
 REFERENCE = "vllm"
+OPTIONAL = "openvino"  # in the document only if the journal has trials of it
+_OTHERS = {
+    "": {name: name for name in ("vllm", "llamacpp", "transformers", OPTIONAL)},
+    "_int8": {"vllm": "vllm", "llamacpp": "llamacpp_q8"},
+}  # by suffix: key of the document -> entrant
 
 
 class Kind(NamedTuple):
@@ -105,10 +110,9 @@ def document(about: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Any]:
     ceilings = Ceilings(rates["bytes_per_s"], max(rates["bf16_flops"], rates.get("float32_flops", 0.0)))
     size = ModelSize.of(about["setup"]["config"])
     values: dict[str, Any] = {}
-    for suffix, ours, others, weight_bytes in (
-        ("", "ours", {"vllm": "vllm", "llamacpp": "llamacpp", "transformers": "transformers"}, 2),
-        ("_int8", "ours_int8", {"vllm": "vllm", "llamacpp": "llamacpp_q8"}, 1),
-    ):
+    has_optional = any(entry.peer == OPTIONAL for entry in entries)
+    for suffix, ours, weight_bytes in (("", "ours", 2), ("_int8", "ours_int8", 1)):
+        others = {key: peer for key, peer in _OTHERS[suffix].items() if peer != OPTIONAL or has_optional}
         floors = Floors(size, ceilings, weight_bytes).rows()
         for key in KINDS:
             values |= _values(entries, key, key + suffix, ours, others) | {f"{key}{suffix}.floor": floors[key]}
@@ -144,11 +148,16 @@ def _values(entries: Sequence[Entry], key: str, name: str, ours: str, others: di
             values[f"{name}.{other}.cut_after"] = figures.cut_after
     for other, figures in found.items():
         ratio = ratio_of(own, figures, kind.is_rate)
-        label = "ratio" if other == REFERENCE else f"ratio_{other}"
+        label = ratio_key(other)
         values[f"{name}.{label}"] = None if ratio is None else ratio.value
         if ratio is not None and ratio.low is not None:
             values[f"{name}.{label}.interval"] = [ratio.low, ratio.high]
     return values
+
+
+def ratio_key(other: str) -> str:
+    """Return the last part of the key of a ratio."""
+    return "ratio" if other == REFERENCE else f"ratio_{other}"
 
 
 def _best_form(entries: Sequence[Entry], peer: str, key: str) -> Figures:
@@ -172,9 +181,8 @@ def _rates(entries: Sequence[Entry], peer: str) -> Figures:
 
 
 def _is_loss(name: str, value: Any) -> bool:
-    return (
-        name.partition(".")[2] in ("ratio", "ratio_llamacpp", "ratio_transformers") and value is not None and value < 1
-    )
+    is_ratio = name.partition(".")[2] in {ratio_key(other) for other in _OTHERS[""]}
+    return is_ratio and value is not None and value < 1
 
 
 def _named(name: str) -> str:

@@ -85,6 +85,17 @@ ENTRANTS = (
         has_slots=True,
     ),
     Entrant("transformers", "transformers_cb.py", "transformers", is_thorough=False, title="Transformers"),
+    Entrant("openvino", "openvino_engine.py", "openvino", title="OpenVINO", samples=True, has_pool=True),
+    Entrant(
+        "openvino_bf16",
+        "openvino_engine.py",
+        "openvino",
+        ("--kv", "bf16"),
+        title="OpenVINO, KV in bf16",
+        rows=("rotations", "shared_prefix", "twins"),
+        form_of="openvino",
+        has_pool=True,
+    ),
 )
 ROSTER = {entrant.name: entrant for entrant in ENTRANTS}
 

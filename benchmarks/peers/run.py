@@ -121,7 +121,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--restart", action="store_true", help="discard the trials that --output has")
     parser.add_argument("--limit", type=float, help="seconds of a trial, for all (300; those that are not thorough 60)")
     parser.add_argument("--start-limit", type=float, default=START_SECONDS, help="seconds of a start and its warm-up")
-    parser.add_argument("--kv-gib", type=int, default=3, help="GiB of the KV pools of Headstart and vLLM, each")
+    parser.add_argument("--kv-gib", type=int, default=3, help="GiB of each KV pool: Headstart, vLLM, OpenVINO")
     parser.add_argument("--no-resident", dest="resident", action="store_false", help="one driver at a time in memory")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of journal, results and logs")
     parser.add_argument("--page", type=Path, help="page whose generated part is written, such as docs/benchmarks.md")

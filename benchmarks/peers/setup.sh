@@ -1,11 +1,11 @@
 #!/bin/sh
 # Makes the environment of a peer: benchmarks/peers/setup.sh PEER FOLDER.
-# Engines: vllm, llamacpp, transformers. Routers: sglang-router, smg, vllm-router, envoy.
+# Engines: vllm, llamacpp, transformers, openvino. Routers: sglang-router, smg, vllm-router, envoy.
 # It ends up in FOLDER/PEER, where `run.py --environments FOLDER` finds engines; routers are named by
 # `headstart bench lab proxy --peer smg=FOLDER/smg`. PYTHON names the interpreter (3.11).
 # TORCH_INDEX: an index that has torch for CPUs, where the default one does not.
 set -eu
-usage='usage: setup.sh vllm|llamacpp|transformers|sglang-router|smg|vllm-router|envoy FOLDER'
+usage='usage: setup.sh vllm|llamacpp|transformers|openvino|sglang-router|smg|vllm-router|envoy FOLDER'
 peer=${1:?$usage}
 folder=${2:?$usage}/$peer
 here=$(cd "$(dirname "$0")" && pwd)
@@ -34,6 +34,10 @@ llamacpp)
 transformers)
     make_environment
     "$folder/bin/python" -m pip install --quiet -r "$here/requirements-transformers.txt"
+    ;;
+openvino)
+    make_environment
+    "$folder/bin/python" -m pip install --quiet --no-deps -r "$here/requirements-openvino.txt"
     ;;
 sglang-router) make_router_environment sglang-router==0.3.2 ;;
 smg) make_router_environment smg==1.13.0 ;;

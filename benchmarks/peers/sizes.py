@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROWS = {"single_stream": "time per token", "cold_ttft": "first token, new prompt", "warm_ttft": "first token, cached"}
-RATIOS = {"ratio": "vLLM", "ratio_llamacpp": "llama.cpp"}
+RATIOS = {"ratio": "vLLM", "ratio_llamacpp": "llama.cpp", "ratio_openvino": "OpenVINO"}
 KEYS = {"token": "time per token", "prefill": "first token, new prompt"}
 Point = tuple[float, float]  # billions of weights; how many times faster Headstart is
 

@@ -64,6 +64,8 @@ print("noise")
 engine = Counting()
 about = {{"versions": {{"torch": "1"}}, "settings": {{}}}}
 ready = {{"label": sys.argv[-1], "vocab_size": 100, "about": about}}
+if sys.argv[-1] == "uncounted":
+    ready["reports_cached"] = False
 serve(answers, ready, lambda: True, lambda jobs, concurrency, limit: drive(engine, jobs, concurrency, limit))
 """
 
@@ -155,6 +157,14 @@ def test_how_a_job_is_sampled_reaches_the_engine() -> None:
     assert Noted.asked == [GREEDY, Sampling(temperature=1.0, top_p=0.9, top_k=5)]
 
 
+def test_a_driver_may_not_know_its_cached_tokens(driver: Path, tmp_path: Path, peer: Peer) -> None:
+    jobs = jobs_from_prompts([array("i", [7, 8])], 1)
+    assert peer.run(jobs).computed_prompt_tokens == 2
+    uncounted = Peer([sys.executable, str(driver), "uncounted"], tmp_path / "log")
+    assert uncounted.run(jobs).computed_prompt_tokens is None
+    uncounted.close()
+
+
 def test_a_driver_is_told_how_to_sample(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, Any]] = []
     ask = peer._ask
@@ -167,7 +177,13 @@ def test_a_driver_is_told_how_to_sample(peer: Peer, monkeypatch: pytest.MonkeyPa
 def test_sampled_rows_are_served_by_those_who_sample() -> None:
     plan = Plan(tuple(ROSTER.values()), tuple(SAMPLED))
     for row in plan.rows:
-        assert {entrant.name for _, entrant in plan.turns(row)} == {"ours", "vllm", "vllm_float32", "ours_int8"}
+        assert {entrant.name for _, entrant in plan.turns(row)} == {
+            "ours",
+            "vllm",
+            "vllm_float32",
+            "ours_int8",
+            "openvino",
+        }
 
 
 def test_what_a_driver_prints_is_in_its_log_and_not_in_its_answers(peer: Peer) -> None:

