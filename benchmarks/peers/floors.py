@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from headstart.workload.scenarios import BURST, GENERATED, STREAMS
 from headstart.workload.synthetic import INTENT
-from headstart_lab.comparison import SAMPLED
+from headstart_lab.comparison import LONG_LENGTH, SAMPLED
 
 ROTATIONS, LENGTH = 48, 1025
 GROUPS, PROMPTS = 8, 8
@@ -94,6 +94,7 @@ class Floors:
             "single_stream": self._decode(1, 1, 0, ALONE_PROMPT + ALONE_OUTPUT / 2),
             "warm_ttft": self.seconds(Pass(INTENT.own, 1, causal(INTENT.own, INTENT.shared), INTENT.shared)),
             "cold_ttft": self.seconds(Pass(COLD_LENGTH, 1, causal(COLD_LENGTH), 0)),
+            "long_ttft": self.seconds(Pass(LONG_LENGTH, 1, causal(LONG_LENGTH), 0)),
             "rotations_cold": self.seconds(Pass(ROTATIONS * LENGTH, ROTATIONS, ROTATIONS * causal(LENGTH), 0)),
             "rotations_warm": self._decode(ROTATIONS, ROTATIONS, LENGTH, 0),
             "decode_shared": STREAM_COUNT / shared,

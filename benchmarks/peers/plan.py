@@ -22,6 +22,7 @@ _GUESSES = {
     "single_stream": 5.0,
     "warm_ttft": 2.0,
     "cold_ttft": 2.0,
+    "long_ttft": 3.0,
     "rotations": 22.0,
     "decode_shared": 6.0,
     **dict.fromkeys(SAMPLED, 8.0),

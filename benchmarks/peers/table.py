@@ -21,6 +21,7 @@ TITLES = {
     "single_stream": "one stream, time per output token",
     "warm_ttft": "first token, 900 of 1,000 cached",
     "cold_ttft": "first token, 1,000 new tokens",
+    "long_ttft": "first token, 4,000 new tokens",
     "rotations_cold": "48 rotations of 1,025 tokens, cold",
     "rotations_warm": "the same again, all cached",
     "decode_shared": "decode, 32 streams behind one prefix of 1,024",

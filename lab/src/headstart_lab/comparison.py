@@ -86,10 +86,16 @@ SAMPLED = {
 """Rows that are `decode_shared` with sampled tokens."""
 
 
+LONG_LENGTH = 4000
+
 ROWS: dict[str, Row] = {
     "single_stream": Row(scenarios.single_stream_scenario, (Part("single_stream", "alone", tpot),)),
     "warm_ttft": Row(scenarios.warm_ttft_scenario, (Part("warm_ttft", "warm", ttft),)),
     "cold_ttft": Row(scenarios.cold_ttft_scenario, (Part("cold_ttft", "cold", ttft),)),
+    "long_ttft": Row(
+        lambda vocab_size, rng: scenarios.cold_ttft_scenario(vocab_size, rng, length=LONG_LENGTH, requests=1),
+        (Part("long_ttft", "cold", ttft),),
+    ),
     "rotations": Row(
         lambda vocab_size, rng: scenarios.token_rotations_scenario(vocab_size, rng, passes=3),
         (Part("rotations_cold", "cold", seconds), Part("rotations_warm", "warm", seconds)),

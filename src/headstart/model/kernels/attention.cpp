@@ -127,7 +127,7 @@ class Layer {
 
     // Sets the state of all rows to that before the first segment.
     void clear_tile(Tile<Kind> &tile) const {
-        for (int row = 0; row < tile.rows; row++) tile.sums[row] = {-INFINITY, 0.0f};
+        for (int row = 0; row < tile.rows; row++) tile.set_sums(row, {-INFINITY, 0.0f});
         memset(tile.out, 0, sizeof(float) * tile.rows * dims);
     }
 
@@ -166,7 +166,8 @@ class Layer {
         for (int row = 0; row < tile.rows; row++) {
             int64_t at = (int64_t)(entry_of(item, row).slot + number) * num_heads + query_head(item, head, row);
             memcpy(call.parts + at * dims, tile.out + row * dims, sizeof(float) * dims);
-            memcpy(call.part_sums + at * 2, &tile.sums[row], sizeof(Sums));
+            Sums sums = tile.sums(row);
+            memcpy(call.part_sums + at * 2, &sums, sizeof sums);
         }
         clear_tile(tile);
     }
@@ -177,7 +178,7 @@ class Layer {
             const Entry &entry = entry_of(item, row);
             for (next = row; next < tile.rows && &entry_of(item, next) == &entry; next++)
                 if (entry.slot < 0)
-                    finish(entry.token, query_head(item, head, next), tile.out + next * dims, tile.sums[next]);
+                    finish(entry.token, query_head(item, head, next), tile.out + next * dims, tile.sums(next));
             if (entry.slot >= 0) arrive(entry.merge, head, (next - row) * stored);
         }
     }

@@ -48,7 +48,8 @@ inline void reduce(const Partial &from, float *to, Combine op) {
 }
 #endif
 
-// 2^x for x <= 0, with an error of 3e-6, since weights are rounded to bf16; 0 for x below -126; a NaN stays a NaN.
+// 2^x for x <= 0, with an error of 3e-6, since weights are rounded to bf16: 0 for -inf, less than 2^-126 (0 as bf16) for x below
+// -126; a NaN stays a NaN.
 inline vec weight_of(vec x) {
     vec r = fraction(x);
     vec p = fma(all(1.353417e-2f), r, all(5.201146e-2f));
@@ -62,7 +63,7 @@ struct alignas(64) Group {
     float score[ROWS][CHUNK + PAGE];
     bf16 weight[ROWS][CHUNK + 2 * PAGE];
     float greatest[ROWS], total[ROWS];  // see Sums
-    float factor[ROWS];                 // log2 of that of the lower of this segment's sums and those before it
+    float before[ROWS], share[ROWS];    // factors of what is before the segment, and of it
     float out[ROWS * (MAX_DIMS + PAGE)];
 };
 
@@ -114,26 +115,30 @@ inline void soften(const Tile<Tiled> &tile, int first, int count, const Piece &p
             Tiled::put(group.weight[r] + i, x, y);
         }
         store(partial[r], total);
-        if (r < count) group.factor[r] = -fabsf(tile.sums[first + r].greatest - group.greatest[r]);
     }
     reduce(partial, group.total, [](vec a, vec b) { return add(a, b); });
 }
 
 // Adds the results of a segment for `count` rows of a tile, from `first` on, to those before it: the same bits as `join`.
-// The factors were stored a while ago: what is stored as single numbers is not loaded as a vector without a stall.
 inline void join_rows(Tile<Tiled> &tile, int first, int count, Group &next, long out_stride) {
-    for (int r = 0; r < ROWS; r += LANES) store(next.factor + r, power_of_two(load(next.factor + r)));
+    for (int r = 0; r < ROWS; r += LANES) {
+        float *greatest = tile.greatest + first + r, *total = tile.total + first + r;
+        vec own = load(next.greatest + r), apart = sub(load(greatest), own), one = all(1.0f);
+        vec factor = power_of_two(lesser(apart, sub(zero(), apart)));
+        vec before = where_at_least(apart, zero(), one, factor), share = where_at_least(apart, zero(), factor, one);
+        vec sum = fma(load(next.total + r), share, mul(load(total), before)), unseen = all(-FLT_MAX);
+        store(total, where_at_least(unseen, own, load(total), sum));
+        store(greatest, where_at_least(apart, zero(), load(greatest), own));
+        store(next.before + r, before), store(next.share + r, share);
+    }
     for (int r = 0; r < count; r++) {
-        if (next.greatest[r] == -INFINITY) continue;  // nothing seen
-        Sums &sums = tile.sums[first + r];
-        bool rises = !(sums.greatest - next.greatest[r] >= 0.0f);  // see `join`
-        float before = rises ? next.factor[r] : 1.0f, share = rises ? 1.0f : next.factor[r];
-        sums = {rises ? next.greatest[r] : sums.greatest, fmaf(next.total[r], share, sums.total * before)};
+        if (next.greatest[r] == -INFINITY) continue;  // nothing seen, as above
         float *to = tile.out + (first + r) * tile.dims;
         const float *out = next.out + r * out_stride;
+        vec before = all(next.before[r]), share = all(next.share[r]);
 #pragma GCC unroll 4
         for (int dim = 0; dim < tile.dims; dim += LANES)
-            store(to + dim, fma(load(out + dim), all(share), mul(load(to + dim), all(before))));
+            store(to + dim, fma(load(out + dim), share, mul(load(to + dim), before)));
     }
 }
 

@@ -52,13 +52,15 @@ template <typename Kind>
 struct Tile {
     alignas(64) typename Kind::factor queries[TILE_ROWS * MAX_DIMS];
     alignas(64) float out[TILE_ROWS * MAX_DIMS];  // [rows, dims], relative to `sums`
-    Sums sums[TILE_ROWS];
+    float greatest[TILE_ROWS], total[TILE_ROWS];  // the Sums of each row
     int from[TILE_ROWS], upto[TILE_ROWS];         // positions that a row attends to
     int rows, dims, low, high;                    // positions that any row attends to
     alignas(64) uint32_t masked[PAGE * MAX_DIMS];
 #if defined(AMX_TILES)
     amx::Tiles tiles;
 #endif
+    Sums sums(int row) const { return {greatest[row], total[row]}; }
+    void set_sums(int row, Sums to) { greatest[row] = to.greatest, total[row] = to.total; }
 };
 
 // Scratch memory for the rows that are computed together.
@@ -276,8 +278,11 @@ static inline void attend_rows(Tile<Kind> &tile, int first, const Piece &piece, 
         if (masked) weigh_columns<Kind, R, false>(weight, pages, count, dims, scratch.out);
         else weigh_columns<Kind, R, FETCH>(weight, pages, count, dims, scratch.out);
     });
-    for (int r = 0; r < R; r++)
-        join(tile.out + (first + r) * dims, tile.sums[first + r], scratch.out + r * dims, scratch.sums[r], dims);
+    for (int r = 0; r < R; r++) {
+        Sums sums = tile.sums(first + r);
+        join(tile.out + (first + r) * dims, sums, scratch.out + r * dims, scratch.sums[r], dims);
+        tile.set_sums(first + r, sums);
+    }
 }
 
 // Computes R rows, or fewer, of a tile for one piece; the first rows of the tile prefetch the next pages for all.

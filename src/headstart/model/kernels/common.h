@@ -4,6 +4,7 @@
 // library templates and no torch headers: the interface is plain C, and the calling Python code checks the bounds.
 #pragma once
 
+#include <float.h>
 #include <immintrin.h>
 #include <math.h>
 #include <omp.h>
