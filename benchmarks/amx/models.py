@@ -145,14 +145,15 @@ class Model:
             hidden.index_select(0, torch.from_numpy(step.qo_indptr[1:].astype("int64") - 1))
         )
 
-    def attention(self, length: int) -> Callable[[], Tensor]:
-        """Return a call that computes one layer's attention of a new prompt."""
+    def attention(self, length: int, sharpness: float = 1.0) -> Callable[[], Tensor]:
+        """Return a call that computes one layer's attention of a new prompt; the scores are multiplied by `sharpness`."""
         batch = Batch((self._chunk(self.tokens(length), 0, 0, 0, 0),))
         step = build_step_inputs(batch, self._bounds, CPU)[0]
         assert step is not None
         begun = self._attention.begin_step(step)
         heads, kv_heads, dim = self._heads, self._kv.num_kv_heads, self._kv.head_dim
         queries, keys, values = (torch.randn(length, count, dim).bfloat16() for count in (heads, kv_heads, kv_heads))
+        queries = queries * sharpness
         return lambda: begun(0, queries, keys, values, scale=dim**-0.5)
 
     def _chunk(self, tokens: list[int], start: int, sequence: int, index: int, shared: int) -> Chunk:

@@ -265,16 +265,19 @@ def products(machine: Machine, quantization: str = "none", seconds: float = 0.12
 
 
 def attention(machine: Machine) -> dict[str, Any]:
-    """Return ms and GFLOP/s of one layer's attention of a new prompt, llama-100m's heads, by turns."""
+    """Return ms and GFLOP/s of one layer's attention of a new prompt, llama-100m's heads, by turns.
+
+    In the last row most weights are far below the smallest number that is not denormal.
+    """
     models = {variant: Model.random(variant, layers=1) for variant in (machine.variant, OTHER)}
     found: dict[str, Any] = {}
     for threads in machine.threads:
         torch.set_num_threads(threads)
-        for length in (128, 512, 1000, 2000, 4000):
-            calls = {variant: model.attention(length) for variant, model in models.items()}
+        for length, sharpness in (*((length, 1.0) for length in (128, 512, 1000, 2000, 4000)), (4000, 60.0)):
+            calls = {variant: model.attention(length, sharpness) for variant, model in models.items()}
             times = turns(calls, 0.4)
             flops = 2 * length**2 * 768  # scores and values of half of all pairs
-            found[f"{length} tokens, {threads} threads"] = {
+            found[f"{length} tokens{', sharp' if sharpness > 1 else ''}, {threads} threads"] = {
                 variant: {"ms": round(own * 1e3, 3), "GFLOP/s": round(flops / own / 1e9)}
                 for variant, own in times.items()
             }

@@ -35,14 +35,16 @@ static inline vec high_half(words w) {
 }
 static inline vec scaled_by_power(vec x, vec n) { return _mm512_scalef_ps(x, n); }
 static inline vec nearest(vec x) { return _mm512_roundscale_ps(x, 0); }
-// x - floor(x); 0 for an infinite x.
+// x - floor(x); 0 or NaN for an infinite x.
 static inline vec fraction(vec x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 // a where x is at least y, else b: also where either is NaN.
 static inline vec where_at_least(vec x, vec y, vec a, vec b) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_GE_OQ), b, a);
 }
-// x * 2^floor(n).
-static inline vec scaled_by_floor(vec x, vec n) { return _mm512_scalef_ps(x, n); }
+// x * 2^floor(n), or 0 for n below -126: operations that give or take denormal numbers are slow.
+static inline vec scaled_by_floor(vec x, vec n) {
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, all(-126.0f), _CMP_NLT_UQ), x, n);
+}
 // Returns sum + a * b, where a sum is one of many.
 static inline vec plus_product(vec sum, vec a, vec b) { return fma(a, b, sum); }
 // `x` in lanes [from, to), `other` elsewhere.
@@ -89,7 +91,7 @@ static inline vec scaled_by_power(vec x, vec n) {
 }
 static inline vec where_at_least(vec x, vec y, vec a, vec b) { return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, y, _CMP_GE_OQ)); }
 static inline vec fraction(vec x) { return sub(x, _mm256_floor_ps(x)); }
-static inline vec scaled_by_floor(vec x, vec n) {  // 0 for n below -126
+static inline vec scaled_by_floor(vec x, vec n) {
     vec scaled = scaled_by_power(x, _mm256_floor_ps(greater(all(-126.0f), n)));
     return _mm256_and_ps(scaled, _mm256_cmp_ps(n, all(-126.0f), _CMP_NLT_UQ));
 }

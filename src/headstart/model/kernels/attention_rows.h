@@ -48,8 +48,7 @@ inline void reduce(const Partial &from, float *to, Combine op) {
 }
 #endif
 
-// 2^x for x <= 0, with an error of 3e-6, since weights are rounded to bf16: 0 for -inf, less than 2^-126 (0 as bf16) for x below
-// -126; a NaN stays a NaN.
+// 2^x for x <= 0, with an error of 3e-6, since weights are rounded to bf16; 0 for x below -126; a NaN stays a NaN.
 inline vec weight_of(vec x) {
     vec r = fraction(x);
     vec p = fma(all(1.353417e-2f), r, all(5.201146e-2f));
@@ -124,7 +123,7 @@ inline void join_rows(Tile<Tiled> &tile, int first, int count, Group &next, long
     for (int r = 0; r < ROWS; r += LANES) {
         float *greatest = tile.greatest + first + r, *total = tile.total + first + r;
         vec own = load(next.greatest + r), apart = sub(load(greatest), own), one = all(1.0f);
-        vec factor = power_of_two(lesser(apart, sub(zero(), apart)));
+        vec lower = lesser(apart, sub(zero(), apart)), factor = where_at_least(all(-126.0f), lower, zero(), power_of_two(lower));
         vec before = where_at_least(apart, zero(), one, factor), share = where_at_least(apart, zero(), factor, one);
         vec sum = fma(load(next.total + r), share, mul(load(total), before)), unseen = all(-FLT_MAX);
         store(total, where_at_least(unseen, own, load(total), sum));

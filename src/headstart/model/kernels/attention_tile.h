@@ -77,7 +77,8 @@ static SEPARATE void join(float *out, Sums &sums, const float *segment, Sums nex
     if (next.greatest == -INFINITY) return;  // nothing seen
     float apart = sums.greatest - next.greatest;
     bool rises = !(apart >= 0.0f);  // also from -inf, where both states are zero, and with a NaN, which is propagated
-    float factor = power_of_two(-fabsf(apart)), before = rises ? factor : 1.0f, share = rises ? 1.0f : factor;
+    float factor = fabsf(apart) >= 126.0f ? 0.0f : power_of_two(-fabsf(apart));  // products with less would be denormal
+    float before = rises ? factor : 1.0f, share = rises ? 1.0f : factor;
     sums = {rises ? next.greatest : sums.greatest, fmaf(next.total, share, sums.total * before)};
     for (int dim = 0; dim < dims; dim += LANES)
         store(out + dim, fma(load(segment + dim), all(share), mul(load(out + dim), all(before))));
