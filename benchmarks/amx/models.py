@@ -146,7 +146,7 @@ class Model:
         )
 
     def attention(self, length: int, sharpness: float = 1.0) -> Callable[[], Tensor]:
-        """Return a call that computes one layer's attention of a new prompt; the scores are multiplied by `sharpness`."""
+        """Return a call that computes one layer's attention of a new prompt, with scores times `sharpness`."""
         batch = Batch((self._chunk(self.tokens(length), 0, 0, 0, 0),))
         step = build_step_inputs(batch, self._bounds, CPU)[0]
         assert step is not None

@@ -1,7 +1,8 @@
 // Softmax of a segment for 16 rows together: what `soften` and `join` of attention_tile.h are for one row.
 //
-// Maxima and sums of the rows are reduced together, row by lane, so that 16 rows take a third of the instructions. The order
-// of a row's sum depends on its own numbers alone.
+// Maxima and sums of the rows are reduced together, row by lane, so that 16 rows take a third of the instructions. Scores of
+// slots that a row does not see are -inf, so whole pairs of pages are converted. The order of a row's sum depends on its
+// own numbers alone.
 #pragma once
 
 #include "attention_tile.h"
@@ -49,7 +50,7 @@ inline void reduce(const Partial &from, float *to, Combine op) {
 #endif
 
 // 2^x for x <= 0, with an error of 3e-6, since weights are rounded to bf16; 0 for x below -126; a NaN stays a NaN.
-inline vec weight_of(vec x) {
+inline vec rough_weight_of(vec x) {
     vec r = fraction(x);
     vec p = fma(all(1.353417e-2f), r, all(5.201146e-2f));
     p = fma(p, r, all(2.4144275e-1f));
@@ -96,9 +97,9 @@ inline void soften(const Tile<Tiled> &tile, int first, int count, const Piece &p
     for (int r = 0; r < ROWS; r++) {
         float *scores = group.score[r];
         vec most = all(-INFINITY);
-        for (int i = 0; twice != 0.0f && i < size; i += LANES)
-            store(scores + i, capped(load(scores + i), scaling.softcap, twice));
         if (r < count) {
+            for (int i = 0; twice != 0.0f && i < size; i += LANES)
+                store(scores + i, capped(load(scores + i), scaling.softcap, twice));
             mask_scores(piece, pages, tile.from[first + r], tile.upto[first + r], scores);
             for (int i = 0; i < size; i += LANES) most = greater(most, load(scores + i));
         }
@@ -108,8 +109,8 @@ inline void soften(const Tile<Tiled> &tile, int first, int count, const Piece &p
     for (int r = 0; r < ROWS; r++) {
         vec total = zero(), below = all(group.greatest[r] == -INFINITY ? 0.0f : -group.greatest[r]);
         for (int i = 0; r < count && i < size; i += 2 * LANES) {
-            vec x = weight_of(fma(load(group.score[r] + i), all(to_base2), below));
-            vec y = weight_of(fma(load(group.score[r] + i + LANES), all(to_base2), below));
+            vec x = rough_weight_of(fma(load(group.score[r] + i), all(to_base2), below));
+            vec y = rough_weight_of(fma(load(group.score[r] + i + LANES), all(to_base2), below));
             total = add(add(total, x), y);
             Tiled::put(group.weight[r] + i, x, y);
         }

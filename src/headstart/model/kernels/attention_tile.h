@@ -187,6 +187,10 @@ static inline void weigh_columns(const typename Kind::factor *weights, const uin
     }
 }
 
+// 2^x for x <= 0; 0 below 2^-100, which adds nothing to a sum of weights of at least 1: products with a weight that is almost
+// denormal are denormal, and slow.
+static inline vec weight_of(vec x) { return where_at_least(all(-100.0f), x, zero(), power_of_two(x)); }
+
 // Converts one row's scores of a piece to weights. Returns the greatest score and the sum of the weights.
 template <typename Kind>
 static inline Sums soften(float *scores, const Piece &piece, int from, int upto, Scaling scaling,
@@ -219,7 +223,7 @@ static inline Sums soften(float *scores, const Piece &piece, int from, int upto,
         return {-INFINITY, 0.0f};
     }
     vec total = zero();
-    each_seen([&](vec x) { return power_of_two(fma(x, all(to_base2), all(-reached))); }, zero(), [&](int slot, vec x) {
+    each_seen([&](vec x) { return weight_of(fma(x, all(to_base2), all(-reached))); }, zero(), [&](int slot, vec x) {
         total = add(total, x);
         Kind::put(weights + slot, x);
     });
