@@ -265,11 +265,11 @@ def products(machine: Machine, quantization: str = "none", seconds: float = 0.12
 
 
 def attention(machine: Machine) -> dict[str, Any]:
-    """Return ms and GFLOP/s of one layer's attention of a new prompt, llama-100m's heads, by turns.
+    """Return ms and GFLOP/s of one layer's attention of a new prompt, llama-100m's heads, all variants by turns.
 
     In the last row most weights are far below the smallest number that is not denormal.
     """
-    models = {variant: Model.random(variant, layers=1) for variant in (machine.variant, OTHER)}
+    models = {variant: Model.random(variant, layers=1) for variant in runnable_variants() if variant != TWIN}
     found: dict[str, Any] = {}
     for threads in machine.threads:
         torch.set_num_threads(threads)

@@ -115,6 +115,20 @@ def test_outputs_and_log_sum_exps_equal_fp64(sharing: str, sink: float | None) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_that_vanish_leave_the_others(dtype: torch.dtype) -> None:
+    """Most weights are below 2^-126, and so are the factors of most segments."""
+    pools = Pools([700, 40], heads=6, kv_heads=2, dim=64, dtype=dtype)
+    starts = [600, 0]
+    pools.fill(starts)
+    step, (q, k, v) = pools.step(starts, pools.lengths), pools.rows(starts, pools.lengths)
+    lse = torch.empty(q.shape[:2])
+    found = pools.own.begin_step(step)(1, q, k, v, scale=12.0, lse=lse)
+    due, due_lse = naive(pools, starts, 12.0, None)
+    torch.testing.assert_close(found.double(), due, atol=10 * ATOL[dtype], rtol=10 * ATOL[dtype])
+    torch.testing.assert_close(lse.double(), due_lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_long_row_split_between_threads_equals_the_whole_one(
     dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
