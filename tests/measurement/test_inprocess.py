@@ -1,7 +1,11 @@
+import signal
+import sys
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -78,6 +82,39 @@ def test_an_interrupt_aborts_what_is_under_way(make_setup: MakeSetup) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_requests(engine, requests, give_up=interrupt)
     assert not engine.has_work
+
+
+def test_ctrl_c_at_any_line_of_the_engine_leaves_it_usable(make_setup: MakeSetup) -> None:
+    engine, num_lines = make_engine(make_setup()), 0
+    pressed_at: int | None = None
+    handler = signal.getsignal(signal.SIGINT)
+
+    def count(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal num_lines
+        if "/headstart/core/" not in frame.f_code.co_filename:
+            return None
+        num_lines += event == "line"
+        if event == "line" and num_lines == pressed_at:
+            signal.raise_signal(signal.SIGINT)
+        return count
+
+    def traced_run(press_at: int | None = None) -> None:
+        nonlocal num_lines, pressed_at
+        num_lines, pressed_at, before = 0, press_at, sys.gettrace()
+        sys.settrace(count)
+        try:
+            run_requests(engine, requests_from_prompts(prompts(8, 8, 40), greedy(2), "r"))
+        finally:
+            sys.settrace(before)
+
+    for _ in range(2):
+        traced_run()  # the second one reads from the cache, as the others do
+    assert num_lines > 500
+    for line in range(1, num_lines // 2, num_lines // 100):
+        with pytest.raises(KeyboardInterrupt):
+            traced_run(line)
+        assert not engine.has_work and signal.getsignal(signal.SIGINT) is handler
+    traced_run()
 
 
 def test_failed_rows_are_a_problem(make_setup: MakeSetup, failing: type[NullExecutor]) -> None:

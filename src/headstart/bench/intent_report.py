@@ -103,7 +103,9 @@ class IntentRecognitionBench:
         self.searched: dict[str, list[IntentRatePoint]] = _by_side()
         self.qps: dict[str, list[float]] = {"off": [], "on": []}  # one per draw
         bar.start_stage("loading the model twice", None)
-        engines = {name: self._build(caching=name == "on") for name in ("off", "on")}
+        engines = {
+            name: setup.build(setup.options(num_blocks=NUM_BLOCKS, caching=name == "on")) for name in ("off", "on")
+        }
         self.info: EngineInfo = engines["on"][1]
         prefix = random_tokens(config.shape.shared, self.info.vocab_size, Random(f"{setup.seed}/prefix"))
         self.sides = {
@@ -135,9 +137,6 @@ class IntentRecognitionBench:
     def comparison_request_rate(self) -> float:
         """Return the requests per second at which both sides' time per output token is compared."""
         return self.config.comparison_rate or 0.8 / self.median_unloaded_latency("off")
-
-    def _build(self, *, caching: bool) -> tuple[Engine, EngineInfo]:
-        return self.setup.build(self.setup.options(num_blocks=NUM_BLOCKS, caching=caching))
 
     def _measure_unloaded(self) -> None:
         """Serve requests one at a time, off and on in turn; the first two of each side warm up and fill the cache."""
@@ -238,7 +237,7 @@ def _failed(bench: IntentRecognitionBench) -> BenchmarkReport:
 def _report(bench: IntentRecognitionBench) -> BenchmarkReport:
     """Return the report: medians over rounds and draws, in ms and requests per second."""
     setup, config = bench.setup, bench.config
-    ttft = {side: _ttfts(records) for side, records in bench.unloaded.items()}
+    ttft = {side: [1e3 * one.ttft for one in of if one.ttft is not None] for side, of in bench.unloaded.items()}
     tpot = {side: [1e3 * _p90(point, "tpot") for point in points] for side, points in bench.loaded.items()}
     stall = {side: [1e3 * _p90(point, "longest_gap") for point in points] for side, points in bench.loaded.items()}
     values: dict[str, Any] = {
@@ -296,10 +295,6 @@ def _pair(key: str, found: dict[str, list[float]]) -> Pair:
 def _ratio(above: float, below: float) -> float | None:
     """Return the ratio, or None for a zero divisor: no rate held."""
     return above / below if below else None
-
-
-def _ttfts(records: list[RequestRecord]) -> list[float]:
-    return [1e3 * record.ttft for record in records if record.ttft is not None]
 
 
 def _p90(point: IntentRatePoint, field: str) -> float:

@@ -15,7 +15,7 @@ from headstart.core.cache.kv_cache import NO_HIT, PrefixHit
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.request import SamplingParams, Sequence
 from headstart.core.sched.scheduler import Scheduler
-from headstart.measurement.inprocess import RunResult, TimedStep, Tokens, requests_from_prompts, run_requests
+from headstart.measurement.inprocess import RunResult, TimedStep, requests_from_prompts, run_requests
 from headstart.measurement.machine import ContentionLog, measure_uncontended
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.report import BenchmarkReport, ReportChart, ReportTable, min_and_max
@@ -63,7 +63,8 @@ class CacheUnawareAccountingScheduler(Scheduler):
 def run_rotations(setup: EngineSetup, config: TokenRotationsConfig, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Measure two engines of one model: cold, warm, and warm with cache-unaware accounting."""
     bar.start_stage("loading the model twice", None)
-    options = setup.options(num_blocks=_pool_blocks(config), max_batched_tokens=BUDGET)
+    num_blocks = config.requests * (-(-config.length // 16) + 2) + 64  # every prompt, its output, and the decode rounds
+    options = setup.options(num_blocks=num_blocks, max_batched_tokens=BUDGET)
     engine, info = setup.build(options)
     unaware, _ = setup.build(options, scheduler_class=CacheUnawareAccountingScheduler)
     prompts = token_rotations(random_tokens(config.length, info.vocab_size, Random(setup.seed)), config.requests)
@@ -71,11 +72,6 @@ def run_rotations(setup: EngineSetup, config: TokenRotationsConfig, bar: Progres
     _measure_passes(engine, unaware, prompts, config, passes, log, bar)
     _measure_one_token(engine, prompts, config, passes, bar)
     return _report(setup, config, info, passes, log)
-
-
-def _pool_blocks(config: TokenRotationsConfig, block_size: int = 16) -> int:
-    """Return the blocks for every prompt, its output, and the decode rounds."""
-    return config.requests * (-(-config.length // block_size) + 2) + 64
 
 
 def _greedy(max_tokens: int) -> SamplingParams:
@@ -148,7 +144,7 @@ def _report(
     }
     middle = {key: median(values) if values else nan for key, values in series.items()}
     every = passes.cold + passes.warm + passes.unaware
-    differing = sum(_differing(passes.cold[0].outputs, run.outputs) for run in every)
+    differing = sum(a != b for run in every for a, b in zip(passes.cold[0].outputs, run.outputs, strict=True))
     values: dict[str, Any] = {
         "cold_s": middle["cold_s"],
         "warm_s": middle["warm_s"],
@@ -207,10 +203,6 @@ def _problems(config: TokenRotationsConfig, info: EngineInfo, passes: _Passes, v
     if values["differing_tokens"] and info.dtype == "float32":
         problems.append(f"{values['differing_tokens']} first tokens differ between cold and warm in float32")
     return problems
-
-
-def _differing(expected: list[Tokens], found: list[Tokens]) -> int:
-    return sum(a != b for a, b in zip(expected, found, strict=True))
 
 
 def _add_views(report: BenchmarkReport, passes: _Passes) -> None:

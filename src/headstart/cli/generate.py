@@ -62,7 +62,9 @@ def generate(
     wishes |= {"guided_json": _read(json_schema), "guided_regex": regex, "guided_choice": choice or None}
     wishes["guided_grammar"] = _read(grammar)
     sampling = {name: value for name, value in wishes.items() if value is not None}
-    before = [{"role": "system", "content": _system(system)}] if system is not None else []
+    if system is not None and system.startswith("@"):
+        system = _read(system[1:], "the system message from ") or ""
+    before = [{"role": "system", "content": system}] if system is not None else []
     from headstart.engine.engine_checks import check_engine_can_start
 
     check_engine_can_start(options)  # before torch is imported
@@ -89,10 +91,6 @@ def _prompts(arguments: list[str], *, lines: bool) -> list[str]:
         raise ConfigError('no prompt: give one, as in headstart generate "The sky is", or pipe it in')
     text = sys.stdin.read()
     return [line for line in text.splitlines() if line.strip()] if lines else [text]
-
-
-def _system(text: str) -> str:
-    return _read(text[1:], "the system message from ") or "" if text.startswith("@") else text
 
 
 def _read(path: str | None, what: str = "") -> str | None:

@@ -114,6 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(str(error), 2)
     except Exception as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # a second Ctrl-C, in the middle of a step
+            return _fail("interrupted", 130)
         if isinstance(error, _USAGE_ERROR):
             message = usage_error_message(error, sys.argv[1:] if argv is None else argv)
             return _fail(message, 2) if message else 2  # empty: a group without a verb has printed its help

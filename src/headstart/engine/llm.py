@@ -13,16 +13,13 @@ import dataclasses
 import importlib
 import itertools
 import json
-import signal
 import sys
-import threading
 import time
 import warnings
 import weakref
 from array import array
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FrameType, TracebackType
+from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 from headstart.config.options import EngineOptions, check_option_values
@@ -32,6 +29,7 @@ from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import Request, SamplingParams
 from headstart.engine.engine_checks import check_engine_installed
+from headstart.measurement.deferred_interrupt import deferred_interrupt
 from headstart.measurement.progress_bar import GenerationProgress
 from headstart.model.setup.threads import configure_num_threads
 from headstart.openai.bounds import RequestBounds, closes_objects_by_default
@@ -219,14 +217,17 @@ class LLM:
         check_json_depth(prefix)
         body = parse_prefix({"name": name, prefix_field_name(prefix): prefix}, self._bounds)
         self.engine.add_prefix(name, encode_prefix(body, self.tokenizer, self._bounds))
-        with GenerationProgress(1, show=progress, label="computing the prefix"), _interruptible() as interrupted:
-            while (info := self._prefix(name)).state is PrefixState.WARMING and not interrupted():
-                self.engine.step(time.monotonic())
+        try:
+            with GenerationProgress(1, show=progress, label="computing the prefix"):
+                while (info := self._prefix(name)).state is PrefixState.WARMING:
+                    with deferred_interrupt():
+                        self.engine.step(time.monotonic())
+        except KeyboardInterrupt:
+            self.engine.remove_prefix(name)
+            raise
         if info.state is PrefixState.READY:
             return info
         self.engine.remove_prefix(name)
-        if info.state is PrefixState.WARMING:
-            raise KeyboardInterrupt
         raise InvalidRequestError(f"prefix {name!r} could not be computed: {info.error}")
 
     def remove_prefix(self, name: str) -> bool:
@@ -297,8 +298,8 @@ class LLM:
             own, prompt = params[index // n], shared[index // n]
             requests[index] = request = _with_grammar(request, own.sampling.grammar)
             generations[request.request_id] = GeneratedOutput(self.tokenizer, request, own, prompt=prompt, stops=stops)
-        with GenerationProgress(len(requests), show=progress) as bar, _interruptible() as interrupted:
-            self._finish_all(requests, generations, bar, interrupted)
+        with GenerationProgress(len(requests), show=progress) as bar:
+            self._finish_all(requests, generations, bar)
         completions = [_completion(request, generations[request.request_id], params[0]) for request in requests]
         if n == 1:
             return completions
@@ -306,36 +307,35 @@ class LLM:
         return [dataclasses.replace(group[0], outputs=tuple(group)) for group in groups]
 
     def _finish_all(
-        self,
-        requests: list[Request],
-        generations: dict[str, GeneratedOutput],
-        bar: GenerationProgress,
-        interrupted: Callable[[], bool],
+        self, requests: list[Request], generations: dict[str, GeneratedOutput], bar: GenerationProgress
     ) -> None:
         """Step the engine until every generation is finished. On an exception, abort the unfinished requests."""
         unfinished: set[str] = set()
         try:
             for request in requests:
                 unfinished.add(request.request_id)
-                self.engine.add_request(request)
+                with deferred_interrupt():
+                    self.engine.add_request(request)
             while unfinished:
-                for output in self.engine.step(time.monotonic()):
+                with deferred_interrupt():
+                    outputs = self.engine.step(time.monotonic())
+                for output in outputs:
                     generation = generations.get(output.request_id)
                     if generation is None or output.request_id not in unfinished:
                         continue
                     delta = generation.update(output)
                     bar.record_tokens(len(output.token_ids))
                     if delta.must_abort:
-                        self.engine.abort(output.request_id)
+                        with deferred_interrupt():
+                            self.engine.abort(output.request_id)
                     if delta.finish_reason is not None:
                         unfinished.discard(output.request_id)
                         bar.record_finished(generation.num_prompt_tokens, generation.num_cached_tokens)
                 assert self.engine.has_work or not unfinished, f"the engine forgot {len(unfinished)} requests"
-                if interrupted():
-                    raise KeyboardInterrupt
         finally:
-            for request_id in unfinished:
-                self.engine.abort(request_id)
+            with deferred_interrupt():
+                for request_id in unfinished:
+                    self.engine.abort(request_id)
 
 
 def _build(options: EngineOptions) -> tuple[Engine, EngineInfo]:
@@ -411,27 +411,3 @@ def _completion(request: Request, generation: GeneratedOutput, params: Generatio
         tool_calls=() if chat is None else chat.tool_calls,
         reasoning="" if chat is None else chat.reasoning,
     )
-
-
-@contextmanager
-def _interruptible() -> Generator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C was pressed, to check between steps: a step must not be interrupted.
-
-    A second Ctrl-C interrupts at once. Outside the main thread signals cannot be handled, and nothing changes.
-    """
-    pressed = False
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 from headstart.config.options import EngineOptions
 from headstart.core.batch import RequestStepOutput
-from headstart.core.engine import Engine, EngineInfo, EngineStats
+from headstart.core.engine import Engine, EngineInfo
 from headstart.core.request import Request, SamplingParams
+from headstart.measurement.deferred_interrupt import deferred_interrupt
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.measurement.runner import EngineSetup, JobsResult, describe_engine
 from headstart.workload.jobs import Job, JobDependencies
@@ -61,7 +62,8 @@ class EngineRunner:
             self.engine, requests, due=due, waits=waits, concurrency=concurrency, bar=bar, give_up=give_up
         )
         seconds = max((record.finish for record in run.records if record.finish is not None), default=run.seconds)
-        return JobsResult(run.records, seconds, is_cut=run.given_up, problems=_problems(run))
+        problems = [] if run.errors else run.problems("in process")  # the records tell of requests that failed
+        return JobsResult(run.records, seconds, is_cut=run.given_up, problems=problems)
 
     def close(self) -> None:
         self.engine.close()
@@ -210,15 +212,18 @@ def run_requests(
                 at, index = heappop(arriving)
                 request = requests[index]
                 flights[request.request_id] = _Flight(now if concurrency else at, len(request.prompt))
-                engine.add_request(request)
+                with deferred_interrupt():
+                    engine.add_request(request)
             if not engine.has_work:
                 clock.sleep(max(arriving[0][0] - now, 0.0))
                 continue
             begin = clock.now()
-            outputs = engine.step(begin)
+            with deferred_interrupt():
+                outputs = engine.step(begin)
             end = clock.now()
             last, stats = stats, engine.stats()
-            steps.append(_step(end - begin, last, stats))
+            computed = stats.counters.computed_tokens - last.counters.computed_tokens
+            steps.append(TimedStep(end - begin, stats.step_seconds - last.step_seconds, computed))
             for output in outputs:
                 flight = flights[output.request_id]
                 flight.take(output, end - start)
@@ -234,8 +239,9 @@ def run_requests(
             if on_step is not None:
                 on_step(len(steps))
     finally:
-        for request_id in flights:
-            engine.abort(request_id)
+        with deferred_interrupt():
+            for request_id in flights:
+                engine.abort(request_id)
     done = [finished[request.request_id] for request in requests if request.request_id in finished]
     return RunResult(
         records=[record for record, _ in done],
@@ -246,16 +252,3 @@ def run_requests(
         preemptions=stats.counters.num_preemptions - before.counters.num_preemptions,
         given_up=given_up,
     )
-
-
-def _step(seconds: float, before: EngineStats, after: EngineStats) -> TimedStep:
-    return TimedStep(
-        seconds,
-        after.step_seconds - before.step_seconds,
-        after.counters.computed_tokens - before.counters.computed_tokens,
-    )
-
-
-def _problems(run: RunResult) -> list[str]:
-    """Return the problems of the run, except failed requests: those are in the records."""
-    return [] if run.errors else run.problems("in process")

@@ -61,11 +61,7 @@ def _patient(url: str, columns: int, rows: int) -> list[str]:
 def _screen(url: str, columns: int, rows: int) -> list[str]:
     from headstart.cli.live.top_text import render_screen
 
-    figures = _last_frame(url)
+    figures: Any = call_server(url, "GET", "/v1/cache/live?frames=1", is_stream=True)
     is_fleet = isinstance(figures, dict) and figures.get("object") == "fleet.figures"
     tree = None if is_fleet else call_server(url, "GET", f"/v1/cache/tree?max_runs={MAX_RUNS}")
     return render_screen(url, figures, tree, columns=columns, rows=rows)
-
-
-def _last_frame(url: str) -> Any:
-    return call_server(url, "GET", "/v1/cache/live?frames=1", is_stream=True)

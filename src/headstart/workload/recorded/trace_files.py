@@ -101,7 +101,7 @@ def _sessions_or_lines(file: IO[str]) -> "Iterator[Mapping[str, Any]] | _Lines":
     if not first.lstrip().startswith("{"):
         return _Lines(chain(blank, [first], file))
     value = _parsed(first)
-    if value is None and not _is_end(first):  # an object of several lines
+    if value is None and not first.rstrip().endswith("}"):  # an object of several lines
         value = _parsed(first + file.read(MAX_SESSION_CHARS))
         if is_agent_session(value):
             return iter([value])
@@ -127,8 +127,3 @@ def _parsed(text: str) -> object:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def _is_end(line: str) -> bool:
-    """Return whether an object seems to end with its first line."""
-    return line.rstrip().endswith("}")

@@ -87,16 +87,13 @@ def seconds_per_unit(times: Sequence[float], documented: float | None, units: Tr
     if not span > 0:
         return documented or 1.0
     rate = (len(times) - 1) / span  # requests per unit
-    if documented is not None and (documented == 1.0 or (_are_whole(times) and rate / documented <= MAX_RATE)):
+    are_whole = all(at.is_integer() for at in times)
+    if documented is not None and (documented == 1.0 or (are_whole and rate / documented <= MAX_RATE)):
         return documented
     choices = ", ".join(f"{rate / scale:,.3g} in {unit}" for unit, scale in SECONDS.items() if unit != "ns")
     raise ConfigError(
         f"the unit of the times is not certain: requests per second would be {choices}; state it: {TIME_UNIT_FLAG} s"
     )
-
-
-def _are_whole(times: Sequence[float]) -> bool:
-    return all(at.is_integer() for at in times)
 
 
 def _with_rest(prompts: Sequence[tuple[int, int]]) -> _Range:
