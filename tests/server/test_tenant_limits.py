@@ -131,12 +131,12 @@ def test_places_survive_waiters_that_are_cancelled_or_late() -> None:
 def test_requests_that_kill_their_processes_pause_their_tenant_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_pool, "PAUSE_SECONDS", 3600.0)
     limits = {"max_setup_seconds": 60.0, "max_seconds": 0.1, "max_bytes": 64 << 20, "max_answer_bytes": 4096}
-    pool = SandboxPool(SandboxSpec("server.sleepy_process", 0.0, "the sleeper", "naps", **limits))  # type: ignore[arg-type]
+    pool = SandboxPool(SandboxSpec("server.busy_process", 0.0, "the sum", "sums", **limits))  # type: ignore[arg-type]
     for _ in range(sandbox_pool.MAX_FAILURES):
         with pytest.raises(SandboxLostError):
             pool.ask(30.0, "hog")
-        assert pool.ask(0.0, "one") == "slept 0.0"  # another's success does not count for it
+        assert pool.ask(0.0, "one") == "computed 0.0"  # another's success does not count for it
     with pytest.raises(QueueFullError):
         pool.ask(0.0, "hog")
-    assert pool.ask(0.0, "one") == "slept 0.0"
+    assert pool.ask(0.0, "one") == "computed 0.0"
     pool.close()

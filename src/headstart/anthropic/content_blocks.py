@@ -189,7 +189,7 @@ def _text_of(name: str, block: object, bounds: RequestBounds) -> str | None:
     block = _typed(name, block)
     kind = block["type"]
     if kind == "text":
-        return _text(name, block)
+        return check_string(f"{name}.text", block.get("text"))
     row = find_treatment(ApiName.MESSAGES, NameKind.ITEM, kind)
     if row is None or row.treatment is not NameTreatment.SKIPPED:
         is_part = kind in UNREADABLE or kind == "document"
@@ -203,7 +203,3 @@ def _text_of(name: str, block: object, bounds: RequestBounds) -> str | None:
 def _add_text(parts: list[Json], text: str | None) -> None:
     if text is not None:
         parts.append({"type": "text", "text": text})
-
-
-def _text(name: str, block: Mapping[str, Any]) -> str:
-    return check_string(f"{name}.text", block.get("text"))

@@ -340,7 +340,8 @@ def build_requests(
         for choice in range(params.n):
             seeded = others if choice else sampling
             if seeded.seed is not None:
-                seeded = replace(seeded, seed=_choice_seed(seeded.seed, choice))
+                seed = (seeded.seed + choice + INT64_MAX + 1) % (2 * (INT64_MAX + 1)) - INT64_MAX - 1
+                seeded = replace(seeded, seed=seed)
             single = len(prompts) * params.n == 1
             requests.append(
                 Request(
@@ -364,7 +365,3 @@ def salted_domain(domain: bytes, cache_salt: str | None) -> bytes:
     if cache_salt is None:
         return domain
     return hashlib.sha256(b"salt" + len(domain).to_bytes(8, "little") + domain + cache_salt.encode()).digest()
-
-
-def _choice_seed(seed: int, choice: int) -> int:
-    return (seed + choice + INT64_MAX + 1) % (2 * (INT64_MAX + 1)) - INT64_MAX - 1

@@ -5,7 +5,7 @@ folder and may be hostile: `{{ 'a' * 2000000000 }}` or nested loops cannot be bo
 too much time or memory is killed, and a new one is started. `render` blocks: call it off the event loop.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from headstart.core.errors import ConfigError, InvalidRequestError
@@ -19,14 +19,7 @@ MAX_BYTES = 512 * 1024 * 1024  # of one process; 16 Mi characters of a wide text
 class ChatRenderer:
     """Renderer for the chat template of one model. Thread-safe. Processes start with a conversation or `start`."""
 
-    def __init__(
-        self,
-        source: str,
-        named_tokens: Mapping[str, str],
-        *,
-        max_seconds: float = MAX_SECONDS,
-        max_bytes: int = MAX_BYTES,
-    ) -> None:
+    def __init__(self, source: str, named_tokens: Mapping[str, str], *, max_seconds: float = MAX_SECONDS) -> None:
         """Raise ConfigError for a template that is too long or is not valid Jinja."""
         check_template_source(source)
         sandbox = SandboxSpec(
@@ -36,15 +29,19 @@ class ChatRenderer:
             requests="conversations",
             max_setup_seconds=max_seconds,  # a template may compute while it is compiled
             max_seconds=max_seconds,
-            max_bytes=max_bytes,
+            max_bytes=MAX_BYTES,
             max_answer_bytes=4 * MAX_CHARS + 4096,
         )
         self._pool = SandboxPool(sandbox)
         self._forms: ContentForms | None = None
-        self.start: Callable[[], None] = (
-            self._pool.prestart_process
-        )  # a process, so that the first conversation does not wait
-        self.close: Callable[[], object] = self._pool.close
+
+    def start(self) -> None:
+        """Start a process, so that the first conversation does not wait. Raises ConfigError if it does not compile."""
+        self._pool.prestart_process()
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.close()
 
     def render(
         self,

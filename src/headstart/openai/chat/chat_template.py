@@ -86,7 +86,7 @@ class ChatTemplate:
             return None
 
     def _render(self, variables: dict[str, Any]) -> str:
-        deadline = time.monotonic() + self._max_seconds
+        deadline = time.thread_time() + self._max_seconds
         pieces: list[str] = []
         length = 0
         for piece in self._template.generate(variables):
@@ -94,7 +94,7 @@ class ChatTemplate:
             length += len(piece)
             if length > MAX_CHARS:
                 raise _refused(f"the rendered conversation is longer than {MAX_CHARS} characters; shorten the messages")
-            if time.monotonic() > deadline:
+            if time.thread_time() > deadline:
                 raise _refused("the conversation takes too long to render; send fewer or shorter messages")
         return "".join(pieces)
 

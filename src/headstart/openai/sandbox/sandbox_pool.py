@@ -20,7 +20,7 @@ from headstart.core.errors import ConfigError, HeadstartError, InvalidRequestErr
 from headstart.openai.sandbox.sandbox_process import CONFIG_ERROR, DATA, ERROR, HEADER, READY, TEXT, send
 
 MAX_PROCESSES = 2  # one request that uses its whole time limit must not block all others
-START_SECONDS = 60.0  # of an interpreter, also on a busy machine
+STALL_SECONDS = 60.0  # of time, however little CPU time a process gets on a busy machine
 KILL_SECONDS = 0.5  # in addition to the time limit of a request, which most handlers check themselves
 WAIT_SECONDS = 10.0  # for an idle process
 MAX_FAILURES = 3  # kills in a row, before a pause
@@ -44,8 +44,8 @@ class SandboxSpec:
     setup: Any  # plain data for its `build`
     subject: str  # of messages: "the model's chat template"
     requests: str  # of messages, in the plural: "conversations"
-    max_setup_seconds: float  # of `build`
-    max_seconds: float  # of one request
+    max_setup_seconds: float  # of CPU time, of `build`
+    max_seconds: float  # of CPU time, of one request
     max_bytes: int  # of memory of one process, in addition to what an idle one needs
     max_answer_bytes: int
 
@@ -81,7 +81,7 @@ class SandboxPool:
             self._note_failure(EVERYBODY)
             raise
         try:
-            kind, answer = process.exchange(data, time.monotonic() + self._sandbox.max_seconds + KILL_SECONDS)
+            kind, answer = process.exchange(data, self._sandbox.max_seconds + KILL_SECONDS)
         except SandboxLostError:
             self._discard(process, tenant)
             raise
@@ -157,10 +157,10 @@ class _Process:
         with theirs:
             self._process = _spawn(sandbox.module, theirs.fileno())
         try:
-            self._receive(time.monotonic() + START_SECONDS)
+            self._receive(STALL_SECONDS)
             limits = sandbox.max_setup_seconds, sandbox.max_seconds, sandbox.max_bytes
             send(self._stream, DATA, marshal.dumps((sandbox.setup, *limits)))
-            kind, answer = self._receive(time.monotonic() + sandbox.max_setup_seconds + KILL_SECONDS)
+            kind, answer = self._receive(sandbox.max_setup_seconds + KILL_SECONDS)
         except (SandboxLostError, OSError) as error:
             self.kill()
             raise ConfigError(f"{sandbox.subject} does not compile: its process {error}") from None
@@ -174,35 +174,47 @@ class _Process:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def exchange(self, request: bytes, deadline: float) -> tuple[bytes, str]:
+    def exchange(self, request: bytes, max_seconds: float) -> tuple[bytes, str]:
         """Return the kind and the text of the response. Raises SandboxLostError; then the process must be killed."""
         try:
-            self._stream.settimeout(max(deadline - time.monotonic(), 0.001))
+            self._stream.settimeout(STALL_SECONDS)
             send(self._stream, DATA, request)
         except TimeoutError:
             raise SandboxLostError("takes too long") from None
         except OSError:
             raise SandboxLostError("ended its process") from None
-        return self._receive(deadline)
+        return self._receive(max_seconds)
 
     def kill(self) -> None:
         self._stream.close()
         self._process.kill()
         self._process.wait()
 
-    def _receive(self, deadline: float) -> tuple[bytes, str]:
-        kind, size = HEADER.unpack(self._exactly(HEADER.size, deadline))
+    def _cpu_seconds(self) -> float:
+        """Return the CPU time that the process has taken; its clock is that of clock_getcpuclockid(3)."""
+        try:
+            return time.clock_gettime(~self._process.pid << 3 | 2)
+        except OSError:
+            raise SandboxLostError("ended its process") from None
+
+    def _receive(self, max_seconds: float) -> tuple[bytes, str]:
+        """Return a response that takes `max_seconds` of the process's CPU time at most."""
+        limits = self._cpu_seconds() + max_seconds, time.monotonic() + STALL_SECONDS
+        kind, size = HEADER.unpack(self._exactly(HEADER.size, limits))
         if kind not in (READY, TEXT, ERROR, CONFIG_ERROR) or size > self._max_answer_bytes:
             raise SandboxLostError("gives an invalid response")
-        return kind, self._exactly(size, deadline).decode("utf-8", "surrogatepass")
+        return kind, self._exactly(size, limits).decode("utf-8", "surrogatepass")
 
-    def _exactly(self, size: int, deadline: float) -> bytes:
+    def _exactly(self, size: int, limits: tuple[float, float]) -> bytes:
         data = bytearray()
         while len(data) < size:
-            self._stream.settimeout(max(deadline - time.monotonic(), 0.001))
+            left = min(limits[0] - self._cpu_seconds(), limits[1] - time.monotonic())
+            self._stream.settimeout(max(left, 0.01))
             try:
                 piece = self._stream.recv(min(size - len(data), 1 << 20))
             except TimeoutError:
+                if left > 0:
+                    continue
                 raise SandboxLostError("takes too long") from None
             except OSError:
                 piece = b""

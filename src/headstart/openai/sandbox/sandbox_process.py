@@ -93,11 +93,11 @@ def _answer(handler: Handler, request: Any, too_large: InvalidRequestError) -> t
 @contextmanager
 def _alarm(seconds: float) -> Generator[None]:
     """Let the kernel end this process if the block takes too long, in case the parent died."""
-    signal.setitimer(signal.ITIMER_REAL, seconds + ALARM_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, seconds + ALARM_SECONDS)  # CPU time
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _limit_memory(max_bytes: int) -> None:

@@ -116,18 +116,15 @@ class _Window:
                 self._shown, self._shown_text = len(self._tokens), self._text(self._tokens)
                 return text
         self._tokens.append(token_id)
-        num_held = len(self._tokens) - self._shown
-        text = self._text(self._tokens)
-        if self._is_byte_token(token_id) and not self._is_ascii():
+        held = self._tokens[self._shown :]
+        num_held, text = len(held), self._text(self._tokens)
+        if self._is_byte_token(token_id) and any(self._token_bytes(token) >= b"\x80" for token in held):
             whole = not text.endswith(_REPLACEMENT)
             if num_held < MAX_HELD_TOKENS or (not whole and num_held < 2 * MAX_HELD_TOKENS):
                 return ""
         elif text.endswith(_REPLACEMENT) and num_held < 4:  # no character has more bytes
             return ""
         return self._advance(text)
-
-    def _is_ascii(self) -> bool:
-        return all(self._token_bytes(token_id) < b"\x80" for token_id in self._tokens[self._shown :])
 
     def _num_begun(self, tokens: list[int]) -> int:
         """Return the number of byte tokens at the end that begin a character and do not complete it."""
