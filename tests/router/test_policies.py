@@ -122,6 +122,18 @@ def test_cost_is_made_of_backlog_and_uncached_tokens() -> None:
     assert rows["r2"]["cost_ms"] == pytest.approx(13.0)
 
 
+def test_the_parts_of_an_explanation_make_up_the_score() -> None:
+    router = fleet()
+    warm(router, "r1", ask(1, 2))
+    for name, tail in (("r0", 0), ("r1", 1), ("r1", 2)):
+        send(router, ask(7, 8, 9, tail=tail), to=name)
+    rows = router.pick(ask(1, 2, 3), 0.0).explain()["candidates"]
+    for row in rows:
+        total = (row["backlog_ms"] + row["prefill_ms"] + row["decode_ms"]) * row["slowness"] + row["stall_ms"]
+        assert row["score"] == pytest.approx(total, abs=0.01)
+    assert {row["endpoint"]: row["stall_ms"] > 0.0 for row in rows} == {"r0": True, "r1": True, "r2": False}
+
+
 def test_cost_avoids_a_slow_replica_by_its_learned_rates() -> None:
     router = fleet(count=2)
     for index in range(30):

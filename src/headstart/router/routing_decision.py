@@ -62,25 +62,25 @@ class RoutingDecision:
 
     def explain(self) -> dict[str, Any]:
         """Return the costs and scores of all candidates. Call before the request is sent, while they are current."""
-        scores = self.scores
-        rows: list[dict[str, Any]] = []
-        for candidate in self.choice.ranked:
-            endpoint, prompt = candidate.endpoint, (self.view.num_prompt_tokens, candidate.hit_tokens)
-            price = endpoint.prompt_cost(*prompt, self.view.now)
-            rows.append(
-                {
-                    "endpoint": candidate.name,
-                    "cached_tokens": candidate.hit_tokens,
-                    "backlog_ms": round(price.backlog, 3),
-                    "prefill_ms": round(price.prefill, 3),
-                    "eviction_ms": round(endpoint.eviction_cost_ms(*prompt), 3),
-                    "decode_ms": round(price.decode, 3),
-                    "slowness": round(price.factor, 3),
-                    "cost_ms": round(price.expected_ttft_ms, 3),
-                    "score": scores[candidate.name],
-                    "requests": endpoint.num_requests(self.view.now),
-                }
-            )
+        scores, tokens, now = self.scores, self.view.num_prompt_tokens, self.view.now
+        prices = [one.endpoint.prompt_cost(tokens, one.hit_tokens, now) for one in self.choice.ranked]
+        fewest = min(price.requests for price in prices)
+        rows = [
+            {
+                "endpoint": one.name,
+                "cached_tokens": one.hit_tokens,
+                "backlog_ms": round(price.backlog, 3),
+                "prefill_ms": round(price.prefill, 3),
+                "eviction_ms": round(one.endpoint.eviction_cost_ms(tokens, one.hit_tokens), 3),
+                "decode_ms": round(price.decode, 3),
+                "stall_ms": round(price.extra_stall_cost(fewest), 3),
+                "slowness": round(price.factor, 3),
+                "cost_ms": round(price.expected_ttft_ms, 3),
+                "score": scores[one.name],
+                "requests": one.endpoint.num_requests(now),
+            }
+            for one, price in zip(self.choice.ranked, prices, strict=True)
+        ]
         return {
             "policy": self.policy,
             "endpoint": self.endpoint.name,
