@@ -78,6 +78,8 @@ def _collect_reports(session: pytest.Session, workers: "set[_Worker]") -> None:
             if report.when == "teardown":
                 del unfinished[report.nodeid]
             hook.pytest_runtest_logreport(report=report)
+            if report.failed:  # a run that is stopped has no summary
+                print(f" {report.nodeid}", flush=True)
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)
     for item in unfinished.values():

@@ -39,6 +39,7 @@ def test_files_are_collected_once_and_a_failure_is_shown_with_what_it_printed(tm
     assert ended.returncode == 1 and "1 failed, 3 passed" in ended.stdout, ended.stdout
     assert "printed by c" in ended.stdout and not re.search("printed by [abd]", ended.stdout)
     assert "1 failed" in run_pytest(tmp_path, "--forks", "2", "-x").stdout
+    assert re.search(r"^\.*F test_c.py::test_it$", ended.stdout, re.MULTILINE), ended.stdout  # at once
 
 
 def test_every_process_has_fixtures_of_the_session_once_and_a_folder_of_its_own(tmp_path: Path) -> None:
