@@ -56,6 +56,8 @@ def candidates(python: str, library: str, arguments: argparse.Namespace) -> list
     counts = arguments.threads or range(1, cores + 1)
     for threads, flash, ubatch in itertools.product(counts, (0, 1), arguments.ubatches):
         settings = ("--threads", str(threads), "--flash", str(flash), "--ubatch", str(ubatch))
+        if library == "llama.cpp":
+            settings = (*settings, "--repack", arguments.repack)
         name = f"{library} threads={threads} flash={flash} ubatch={ubatch}"
         found.append(Engine(name, (python, worker, arguments.file, "--library", library, *settings)))
     return found
@@ -122,6 +124,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--cores", default=",".join(map(str, sorted(os.sched_getaffinity(0)))))
     parser.add_argument("--threads", nargs="+", type=int, help="numbers of threads to search; default: all")
     parser.add_argument("--ubatches", nargs="+", type=int, default=UBATCHES, help="to search")
+    parser.add_argument("--repack", default="1", help="0: llama.cpp multiplies by the weights as in the file")
     parser.add_argument("--prompt", type=int, default=1491)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--activation-bits", default="16", help="of Headstart; the others round to 8")

@@ -21,7 +21,10 @@ class Engine:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.lib: Any = importlib.import_module(LIBRARIES[arguments.library])
         self.lib.llama_backend_init()
-        self.model = self.lib.llama_model_load_from_file(arguments.file.encode(), self.lib.llama_model_default_params())
+        params = self.lib.llama_model_default_params()
+        if not arguments.repack:
+            params.use_extra_bufts = False
+        self.model = self.lib.llama_model_load_from_file(arguments.file.encode(), params)
         assert self.model, f"{arguments.library} cannot load {arguments.file}"
         params = self.lib.llama_context_default_params()
         params.n_ctx = -(-(arguments.prompt + arguments.tokens + 1) // 256) * 256
@@ -67,6 +70,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--ubatch", type=int, default=512)
     parser.add_argument("--flash", type=int, default=0)
+    parser.add_argument("--repack", type=int, default=1, help="0: llama.cpp leaves the weights as in the file")
     parser.add_argument("--prompt", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--runs", type=int, required=True)
