@@ -49,6 +49,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
             raise KeyError("oops")
         if engine.model == "interrupted":
             raise KeyboardInterrupt
+        if engine.model == "interrupted twice":
+            try:
+                raise KeyboardInterrupt
+            finally:
+                raise KeyError("left in its middle")
         calls.append((engine, server))
         return 3 if engine.model == "three" else 0
 
@@ -150,7 +155,7 @@ def test_a_bug_is_one_line_unless_the_traceback_is_asked_for(
 
 
 def test_ctrl_c_is_exit_code_130_and_the_code_of_serve_is_passed_on(served: Served) -> None:
-    assert cli.main(["serve", "interrupted"]) == 130
+    assert cli.main(["serve", "interrupted"]) == cli.main(["serve", "interrupted twice"]) == 130
     assert cli.main(["serve", "three"]) == 3
 
 

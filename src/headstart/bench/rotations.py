@@ -63,7 +63,7 @@ class CacheUnawareAccountingScheduler(Scheduler):
 def run_rotations(setup: EngineSetup, config: TokenRotationsConfig, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Measure two engines of one model: cold, warm, and warm with cache-unaware accounting."""
     bar.start_stage("loading the model twice", None)
-    num_blocks = config.requests * (-(-config.length // 16) + 2) + 64  # every prompt, its output, and the decode rounds
+    num_blocks = config.requests * (-(-config.length // 16) + 2) + 64  # of 16 tokens: prompts, outputs, decode rounds
     options = setup.options(num_blocks=num_blocks, max_batched_tokens=BUDGET)
     engine, info = setup.build(options)
     unaware, _ = setup.build(options, scheduler_class=CacheUnawareAccountingScheduler)

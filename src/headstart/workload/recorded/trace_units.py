@@ -84,11 +84,10 @@ def seconds_per_unit(times: Sequence[float], documented: float | None, units: Tr
     since_1970 = next((scale for scale in SECONDS.values() if 1e9 <= start * scale < 1e10), None)
     if since_1970 is not None:
         return since_1970
-    if not span > 0:
+    if documented == 1.0 or not span > 0:
         return documented or 1.0
     rate = (len(times) - 1) / span  # requests per unit
-    are_whole = all(at.is_integer() for at in times)
-    if documented is not None and (documented == 1.0 or (are_whole and rate / documented <= MAX_RATE)):
+    if documented is not None and rate / documented <= MAX_RATE and all(at.is_integer() for at in times):
         return documented
     choices = ", ".join(f"{rate / scale:,.3g} in {unit}" for unit, scale in SECONDS.items() if unit != "ns")
     raise ConfigError(
