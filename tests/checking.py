@@ -213,7 +213,7 @@ def make_engine(
     poison: Callable[[Chunk], bool] = lambda _: False,
     enable_prefix_caching: bool = True,
     policy: str = "fcfs",
-    scheduler_class: type[Scheduler] = Scheduler,
+    charge_cached: bool = False,
     lpm_k: int = 4,
     eviction_policy: str = "lru",
     tenant_floor: float = 0.0,
@@ -230,7 +230,7 @@ def make_engine(
     One that `expects_short_outputs` admits too many for its pool, so that some must be preempted.
     """
     values = {"max_batched_tokens": 64, "max_seqs": 8, "max_model_len": 64} | limits
-    scheduler = scheduler_class(
+    scheduler = Scheduler(
         SchedulerConfig(
             num_blocks,
             block_size,
@@ -241,6 +241,7 @@ def make_engine(
             eviction_policy=eviction_policy,
             tenant_floor=tenant_floor,
             speculation=speculation,
+            charge_cached=charge_cached,
         ),
         store=store,
     )

@@ -7,7 +7,8 @@ import pytest
 
 from headstart.config.options import EngineOptions
 from headstart.core.batch import Batch, RowError, RowErrorKind, RowResult, StepResult
-from headstart.core.engine import Engine, EngineInfo
+from headstart.core.engine import Engine
+from headstart.core.engine_info import EngineInfo
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.engine.engine_checks import step_limits_of
@@ -39,10 +40,10 @@ class ForgetfulExecutor(NullExecutor):
 def build_with(executor: type[NullExecutor], info: dict[str, object]) -> Callable[..., tuple[Engine, EngineInfo]]:
     """A stand-in for `assembly.build_engine`."""
 
-    def build(options: EngineOptions, *, scheduler_class: type[Scheduler] = Scheduler) -> tuple[Engine, EngineInfo]:
+    def build(options: EngineOptions, *, charge_cached: bool = False) -> tuple[Engine, EngineInfo]:
         num_blocks = (options.num_gpu_blocks_override or 256) + 1
         limits = step_limits_of(options, max_model_len=4096, on_cpu=True)
-        scheduler = scheduler_class(
+        scheduler = Scheduler(
             SchedulerConfig(
                 num_blocks,
                 options.block_size,
@@ -50,6 +51,7 @@ def build_with(executor: type[NullExecutor], info: dict[str, object]) -> Callabl
                 enable_prefix_caching=options.enable_prefix_caching,
                 policy=options.scheduling_policy,
                 lpm_k=options.lpm_k,
+                charge_cached=charge_cached,
             )
         )
         engine = Engine(scheduler, executor(num_blocks, options.block_size, VOCAB_SIZE))

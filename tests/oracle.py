@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from headstart.core.batch import RequestStepOutput
 from headstart.core.cache.block_store import BlockStore
-from headstart.core.engine import Engine, EngineStats
+from headstart.core.engine import Engine
+from headstart.core.engine_info import EngineStats
 from headstart.core.request import CacheMode, Request, RetentionHint, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler

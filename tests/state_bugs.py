@@ -10,7 +10,7 @@ from collections.abc import Callable
 from headstart.core.batch import Chunk, Saves
 from headstart.core.cache.checkpoints import RecurrentCheckpoints
 from headstart.core.cache.kv_cache import KVCache, PrefixHit
-from headstart.core.request import Sequence
+from headstart.core.sequence import Sequence
 
 Put = Callable[[type, str, object], None]
 

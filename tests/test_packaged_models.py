@@ -17,7 +17,7 @@ from headstart.bundled.packaged_models import (
     packaged_model_of_file,
 )
 from headstart.config.options import EngineOptions, ServerOptions
-from headstart.core.engine import EngineInfo
+from headstart.core.engine_info import EngineInfo
 from headstart.core.errors import ConfigError
 from headstart.engine.engine_checks import find_or_download_model
 from headstart.gateway.replica_tokenizers import load_named_tokenizer

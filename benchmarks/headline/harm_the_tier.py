@@ -29,7 +29,8 @@ from kill_every_replica import Fleet, ask, model_folder
 from headstart.cli import build_engine as cli_engine
 from headstart.cli import main as cli
 from headstart.config.options import EngineOptions
-from headstart.core.engine import Engine, EngineInfo
+from headstart.core.engine import Engine
+from headstart.core.engine_info import EngineInfo
 from headstart.store.disk import SingleTierStore
 from headstart_lab.router.failover_processes import Served, quiet_ports
 

@@ -13,10 +13,10 @@ from headstart.core.batch import Chunk, RowResult
 from headstart.core.cache.hashing import root_hash
 from headstart.core.engine import Engine
 from headstart.core.request import Request, SamplingParams
-from headstart.core.request import Sequence as EngineSequence
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
+from headstart.core.sequence import Sequence as EngineSequence
 from headstart.core.speculation.speculation_config import SpeculationConfig, parse_speculative_config
 from headstart.core.warm_up import measure_draft_cost, measure_step_times
 from headstart.model.model_runner import ModelRunner

@@ -5,8 +5,8 @@ from checking import generate, make_engine, make_request
 
 from headstart.core.engine import Engine
 from headstart.core.errors import RequestTooLargeError
-from headstart.core.request import Sequence
 from headstart.core.sched.admission import FIRST_GUESS
+from headstart.core.sequence import Sequence
 
 
 def running(engine: Engine) -> list[Sequence]:

@@ -14,10 +14,11 @@ from headstart.core.cache.events import AllBlocksCleared, BlockEventLog, BlockRe
 from headstart.core.cache.hashing import BlockHash, private_parent_hash_for_domain, root_hash
 from headstart.core.engine import Engine
 from headstart.core.errors import InvalidRequestError
-from headstart.core.request import CacheMode, Sequence
+from headstart.core.request import CacheMode
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
+from headstart.core.sequence import Sequence
 
 BLOCK = 4
 PUBLIC = list(range(8))  # two blocks that every domain shares in these tests

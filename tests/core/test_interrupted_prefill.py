@@ -12,7 +12,8 @@ from memory_store import MemoryStore
 
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import Engine
-from headstart.core.request import Request, Sequence
+from headstart.core.request import Request
+from headstart.core.sequence import Sequence
 
 BLOCK = 4
 PROMPT = [token % 97 for token in range(3, 43)]  # 40 tokens

@@ -5,7 +5,8 @@ from array import array
 import pytest
 
 from headstart.core.cache.hashing import root_hash
-from headstart.core.request import Request, SamplingParams, Sequence
+from headstart.core.request import Request, SamplingParams
+from headstart.core.sequence import Sequence
 from headstart.core.speculation import output_history
 from headstart.core.speculation.output_history import OutputHistory
 

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 from headstart.core.batch import Batch, Chunk, RowResult, StepResult
 from headstart.core.engine import Engine
-from headstart.core.request import CacheMode, FinishReason, Sequence
+from headstart.core.request import CacheMode, FinishReason
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sequence import Sequence
 from headstart.core.speculation.speculation_config import SpeculationConfig
 
 DRAFTS = SpeculationConfig(num_speculative_tokens=7, prompt_lookup_max=4, prompt_lookup_min=2)

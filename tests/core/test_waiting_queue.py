@@ -2,8 +2,8 @@
 
 from checking import executor_of, generate, make_engine, make_request, run
 
-from headstart.core.request import Sequence
 from headstart.core.sched.waiting_queue import OrderedSequences, fcfs_key, priority_key
+from headstart.core.sequence import Sequence
 
 
 def sequence(order: int, urgent: int = 0) -> Sequence:

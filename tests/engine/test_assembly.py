@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from headstart.bench.rotations import CacheUnawareAccountingScheduler
 from headstart.config.options import EngineOptions
 from headstart.core import warm_up
 from headstart.core.batch import Batch, StepResult
@@ -50,8 +49,8 @@ def test_options_reach_the_scheduler(tiny: Path) -> None:
         long_prefill_token_threshold=5,
         enable_prefix_caching=False,
     )
-    engine, info = build_engine(options, scheduler_class=CacheUnawareAccountingScheduler)
-    assert type(engine.scheduler) is CacheUnawareAccountingScheduler
+    engine, info = build_engine(options, charge_cached=True)
+    assert engine.scheduler._charges_cached
     limits = engine.scheduler.limits
     assert (limits.max_model_len, limits.max_seqs, limits.max_batched_tokens) == (64, 3, 77)
     assert limits.long_prefill_threshold == 5 and info.block_size == engine.executor.block_size == 32

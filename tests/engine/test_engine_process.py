@@ -15,7 +15,7 @@ from server.fake_engine import MAX_MODEL_LEN, Gate, build_fake
 from server.harness import PATIENCE, unsent_bytes, until, wait_for, waiting_bytes
 
 from headstart.config.options import EngineOptions
-from headstart.core.engine import EngineStats
+from headstart.core.engine_info import EngineStats
 from headstart.core.errors import ConfigError, EngineDeadError, HeadstartError, InvalidRequestError, RequestFailedError
 from headstart.core.request import FinishReason, Request, SamplingParams
 from headstart.engine.engine_client import EngineClient

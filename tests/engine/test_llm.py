@@ -17,7 +17,8 @@ from tokenizer_folders import BYTE_LEVEL, TEMPLATE, build
 import headstart
 from headstart import LLM, SamplingParams
 from headstart.core.batch import Chunk, RequestStepOutput
-from headstart.core.engine import Engine, EngineInfo
+from headstart.core.engine import Engine
+from headstart.core.engine_info import EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError, RequestTooLargeError
 from headstart.core.request import NO_DEFAULTS, FinishReason, Request, SamplingDefaults
 from headstart.engine import llm as llm_module

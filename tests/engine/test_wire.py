@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from headstart.core.cache.block_store import StoreStats
-from headstart.core.engine import EngineStats
+from headstart.core.engine_info import EngineStats
 from headstart.core.request import CacheMode, Request, RetentionHint, SamplingParams
 from headstart.engine.wire import (
     CallResult,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server.harness import until
 
-from headstart.core.engine import EngineInfo, EngineStats, PoolStats
+from headstart.core.engine_info import EngineInfo, EngineStats, PoolStats
 from headstart.gateway.replicas.probes import (
     ModelCard,
     ScrapedMetrics,

@@ -20,7 +20,7 @@ from headstart.core.cache.hashing import BlockHash
 from headstart.core.cache.kv_cache import KVCache, PrefixHit
 from headstart.core.cache.transfers import StoreTransfers
 from headstart.core.cache.trust import SuspectBlockHandler
-from headstart.core.request import CacheMode, SequenceStatus
+from headstart.core.request import CacheMode
 from headstart.core.sched import admission as room
 from headstart.core.sched import plan, scheduler
 from headstart.core.sched.admission import AdmissionControl
@@ -29,6 +29,7 @@ from headstart.core.sched.plan import StepPlan
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.token_accounting import TokenAccounting
 from headstart.core.sched.waiting_queue import SingleTenantQueue
+from headstart.core.sequence import SequenceStatus
 
 
 def double_free() -> None:

@@ -17,11 +17,12 @@ from memory_store import Habits, MemoryStore, Shelf
 
 from headstart.core.batch import Batch
 from headstart.core.engine import Engine
-from headstart.core.request import CacheMode, Request, RetentionHint, SequenceStatus
+from headstart.core.request import CacheMode, Request, RetentionHint
 from headstart.core.sched.admission import MAX_PREEMPTIONS
 from headstart.core.sched.limits import budget_cost
 from headstart.core.sched.step_time import MaxStepTime
 from headstart.core.sched.token_accounting import TokenAccounting
+from headstart.core.sequence import SequenceStatus
 from headstart.core.speculation.speculation_config import SpeculationConfig
 
 BLOCK = 4

@@ -3,12 +3,10 @@
 import pytest
 from checking import executor_of, expected_tokens, generate, make_engine, make_request, run
 
-from headstart.bench.rotations import CacheUnawareAccountingScheduler
 from headstart.core.batch import Chunk
 from headstart.core.errors import ConfigError, RequestTooLargeError
 from headstart.core.request import CacheMode, FinishReason
 from headstart.core.sched.limits import Limits, budget_cost, chunk_len
-from headstart.core.sched.scheduler import Scheduler
 
 
 def chunks(engine: object) -> list[list[tuple[str, int, int]]]:
@@ -238,9 +236,9 @@ def test_generated_tokens_are_reused_by_the_next_turn() -> None:
 
 def test_source_001_unaware_accounting_admits_few_and_aware_accounting_all() -> None:
     admitted = []
-    for scheduler_class in (CacheUnawareAccountingScheduler, Scheduler):
+    for charge_cached in (True, False):
         engine = make_engine(
-            num_blocks=60, scheduler_class=scheduler_class, max_batched_tokens=32, max_seqs=8, max_model_len=32
+            num_blocks=60, charge_cached=charge_cached, max_batched_tokens=32, max_seqs=8, max_model_len=32
         )
         requests = [make_request(f"cold{i}", [*range(i, 8), *range(i), 50]) for i in range(6)]
         generate(engine, *requests)

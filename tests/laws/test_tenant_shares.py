@@ -13,12 +13,12 @@ from test_order import HOT, admissions
 
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.engine import Engine
-from headstart.core.request import Sequence
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.step_time import LEAST_TOKENS, MaxStepTime, StepTimes
 from headstart.core.sched.tenant_shares import TenantShares, TenantStepDemand
+from headstart.core.sequence import Sequence
 from headstart.core.warm_up import measure_step_times
 from headstart.workload.request_record import percentile
 from headstart_lab.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor

@@ -8,7 +8,8 @@ import pytest
 from model.tiny import make_checkpoint
 
 from headstart.core.batch import Batch, RowResult, StepResult, TokenLogprob
-from headstart.core.engine import Engine, EngineStats
+from headstart.core.engine import Engine
+from headstart.core.engine_info import EngineStats
 from headstart.core.request import CacheMode, Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler

@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, quote
 from headstart.config.options import EngineOptions
 from headstart.core.batch import PromptTokenBreakdown, RequestStepOutput, TokenLogprob
 from headstart.core.cache.block_store import StoreStats
-from headstart.core.engine import EngineInfo, EngineStats, PoolStats
+from headstart.core.engine_info import EngineInfo, EngineStats, PoolStats
 from headstart.core.errors import ConfigError, RequestTooLargeError
 from headstart.core.request import NO_DEFAULTS, FinishReason, Request, SamplingDefaults
 from headstart.core.sched.token_accounting import TokenCounters

@@ -10,7 +10,8 @@ import patience
 from headstart.cli import build_engine as cli_engine
 from headstart.cli import main as cli
 from headstart.config.options import EngineOptions
-from headstart.core.engine import Engine, EngineInfo
+from headstart.core.engine import Engine
+from headstart.core.engine_info import EngineInfo
 
 COMMAND = [sys.executable, "-c", "from server.patient import main; main()"]
 """In place of `python -m headstart`."""

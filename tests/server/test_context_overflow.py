@@ -12,7 +12,8 @@ from server.checked_engine import build_checked
 from server.harness import Server, fake_server, inside
 
 from headstart.config.options import EngineOptions
-from headstart.core.engine import Engine, EngineInfo
+from headstart.core.engine import Engine
+from headstart.core.engine_info import EngineInfo
 from headstart.core.errors import RequestTooLargeError
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler

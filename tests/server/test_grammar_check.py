@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headstart.bundled import bundled_intent_model_folder
-from headstart.core.engine import EngineInfo
+from headstart.core.engine_info import EngineInfo
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.structured import grammar_check
 from headstart.openai.structured.grammar_check import GrammarChecker

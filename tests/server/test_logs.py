@@ -8,7 +8,7 @@ import pytest
 
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.cache.block_store import StoreStats
-from headstart.core.engine import EngineStats, PoolStats
+from headstart.core.engine_info import EngineStats, PoolStats
 from headstart.core.sched.token_accounting import TokenCounters
 from headstart.http.access_record import AccessRecord
 from headstart.http.logs import ServerLog

@@ -11,7 +11,7 @@ import pytest
 from server.harness import PATIENCE
 
 from headstart.core.batch import PromptTokenBreakdown
-from headstart.core.engine import EngineStats
+from headstart.core.engine_info import EngineStats
 from headstart.core.sched.token_accounting import TokenCounters
 from headstart.openai.engine_requests import RequestOrigin
 from headstart.reuse.log_report import lint_report

@@ -11,7 +11,7 @@ from server.fake_engine import Gate
 from server.harness import inside, unsent_bytes, until
 
 from headstart.config.options import ServerOptions
-from headstart.core.engine import EngineInfo
+from headstart.core.engine_info import EngineInfo
 from headstart.core.errors import InvalidRequestError, QueueFullError
 from headstart.core.request import Request
 from headstart.http.byte_budget import ByteBudget, ByteLease

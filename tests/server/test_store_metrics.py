@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.harness import Inside, inside, until
 
 from headstart.core.cache.block_store import StoreStats
-from headstart.core.engine import EngineStats
+from headstart.core.engine_info import EngineStats
 from headstart.server.banner import store_banner_text
 from headstart.server.store_metrics import store_statistics_changes, store_stats_json
 from headstart.store.disk import MISSES

@@ -6,7 +6,7 @@ from pathlib import Path
 from server.fake_engine import FakeEngine, build_fake
 
 from headstart.config.options import EngineOptions
-from headstart.core.engine import EngineInfo
+from headstart.core.engine_info import EngineInfo
 from headstart.core.request import Request
 
 SCRIPT, PROMPT = "script.json", "prompt.json"

@@ -12,7 +12,8 @@ from random import Random
 from typing import Any
 
 from headstart.bench.rate_report import LEAST_LOAD, START_LOAD, search_highest_rate
-from headstart.core.engine import Engine, EngineInfo
+from headstart.core.engine import Engine
+from headstart.core.engine_info import EngineInfo
 from headstart.core.request import SamplingParams
 from headstart.measurement.inprocess import RunResult, requests_from_prompts, run_requests
 from headstart.measurement.machine import ContentionLog, measure_uncontended

@@ -11,10 +11,9 @@ from math import nan
 from random import Random
 from typing import Any
 
-from headstart.core.cache.kv_cache import NO_HIT, PrefixHit
-from headstart.core.engine import Engine, EngineInfo
-from headstart.core.request import SamplingParams, Sequence
-from headstart.core.sched.scheduler import Scheduler
+from headstart.core.engine import Engine
+from headstart.core.engine_info import EngineInfo
+from headstart.core.request import SamplingParams
 from headstart.measurement.inprocess import RunResult, TimedStep, requests_from_prompts, run_requests
 from headstart.measurement.machine import ContentionLog, measure_uncontended
 from headstart.measurement.progress_bar import QUIET, ProgressBar
@@ -50,23 +49,13 @@ class _Passes:
     decode: list[TimedStep] = field(default_factory=list[TimedStep])
 
 
-class CacheUnawareAccountingScheduler(Scheduler):
-    """A scheduler as in vLLM #3402 before its fix: cached tokens and blocks cost as if they had to be computed."""
-
-    def _charge_for(self, hit: PrefixHit) -> int:
-        return hit.num_tokens
-
-    def _fits(self, seq: Sequence, hit: PrefixHit, reserved: int) -> bool:
-        return super()._fits(seq, NO_HIT, reserved)
-
-
 def run_rotations(setup: EngineSetup, config: TokenRotationsConfig, bar: ProgressBar = QUIET) -> BenchmarkReport:
     """Measure two engines of one model: cold, warm, and warm with cache-unaware accounting."""
     bar.start_stage("loading the model twice", None)
     num_blocks = config.requests * (-(-config.length // 16) + 2) + 64  # of 16 tokens: prompts, outputs, decode rounds
     options = setup.options(num_blocks=num_blocks, max_batched_tokens=BUDGET)
     engine, info = setup.build(options)
-    unaware, _ = setup.build(options, scheduler_class=CacheUnawareAccountingScheduler)
+    unaware, _ = setup.build(options, charge_cached=True)
     prompts = token_rotations(random_tokens(config.length, info.vocab_size, Random(setup.seed)), config.requests)
     log, passes = ContentionLog.empty(), _Passes()
     _measure_passes(engine, unaware, prompts, config, passes, log, bar)

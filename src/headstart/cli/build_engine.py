@@ -1,7 +1,8 @@
 """build_engine: the function that the engine process calls. Importing this module does not import torch."""
 
 from headstart.config.options import EngineOptions
-from headstart.core.engine import Engine, EngineInfo
+from headstart.core.engine import Engine
+from headstart.core.engine_info import EngineInfo
 from headstart.model.setup.threads import configure_num_threads
 
 

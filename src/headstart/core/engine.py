@@ -5,104 +5,30 @@ With an AsyncExecutor the next step is planned and submitted before the result o
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from headstart.core.batch import Batch, Chunk, RequestStepOutput, StepResult
-from headstart.core.cache.block_store import BlockSource, BlockStore, Data, StoreStats
+from headstart.core.cache.block_store import BlockSource, BlockStore, Data
 from headstart.core.cache.events import BlockEventLog, EventSink
 from headstart.core.cache.pinned_prefix import PrefixInfo, PrefixState
+from headstart.core.engine_info import EngineStats, PoolStats
 from headstart.core.errors import InvalidRequestError
 from headstart.core.executor import Executor, is_async
 from headstart.core.grammars import CompilingRequests, GrammarCompiler
 from headstart.core.recent_requests import RecentRequests
-from headstart.core.request import NO_DEFAULTS, FinishReason, Request, SamplingDefaults
+from headstart.core.request import FinishReason, Request
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.step_time import TracedRequestPrefills
-from headstart.core.sched.token_accounting import TokenCounters
 
 LONG_STEP_SECONDS = 1.0  # a step expected to take longer is announced before it begins
 LOAD_WAIT_SECONDS = 0.002  # wait for blocks being loaded when there is nothing else to do; then messages are read
 
 
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """Properties of an engine that runs in another process; crosses the process border as msgpack."""
-
-    model: str  # model folder: the front end reads the tokenizer from it
-    served_name: str
-    vocab_size: int  # rows of the logits: token ids must lie in [0, vocab_size)
-    max_model_len: int  # tokens
-    block_size: int  # tokens
-    num_blocks: int  # usable KV blocks (block 0 not counted)
-    kv_bytes: int
-    dtype: str
-    device: str
-    threads: int
-    attention_backend: str
-    eos_token_ids: tuple[int, ...]
-    scheduling_policy: str = "lpm"  # decides whether a request may have a priority
-    quantization: str = "none"
-    sampling_defaults: SamplingDefaults = NO_DEFAULTS
-    exceptions: tuple[str, ...] = ()  # from exact reuse, by name; see invariant 15 in docs/invariants.md
-    max_num_batched_tokens: int = 0  # of a step; 0: not stated
-    checkpoint_tokens: int = 0  # whose KV takes the memory of one recurrent state; 0: the model has none
-
-    @property
-    def max_sequence_len(self) -> int:
-        """The tokens of the longest sequence: a pool may be smaller than `max_model_len`. The last needs no KV."""
-        return min(self.max_model_len, self.num_blocks * self.block_size + 1)
-
-
-class PoolStats(NamedTuple):
-    """A snapshot of the block pool, in blocks."""
-
-    num_blocks: int = 0  # usable
-    num_free: int = 0  # allocatable: scratch + idle
-    num_scratch: int = 0  # free and not in the block index; the other free ones are idle until they are evicted
-    num_pinned_idle: int = 0  # pinned, not in use now
-    num_pinned: int = 0  # pinned hashes, in use or not, computed or not
-    num_published: int = 0
-    num_loading: int = 0  # in flight from the store
-    # Published blocks evicted or discarded since start, by cause:
-    evictions_capacity: int = 0  # the space was needed
-    evictions_failed: int = 0  # written or shared by a request whose hidden states were not finite: trust.py
-    evictions_reset: int = 0  # the cache was reset
-
-    @property
-    def num_idle(self) -> int:
-        """Free blocks that are in the block index until they are evicted."""
-        return self.num_free - self.num_scratch
-
-    @property
-    def evictions_by_cause(self) -> dict[str, int]:
-        """Published blocks evicted or discarded since start, by cause."""
-        return {"capacity": self.evictions_capacity, "failed": self.evictions_failed, "reset": self.evictions_reset}
-
-    @property
-    def total_evictions(self) -> int:
-        """Published blocks evicted or discarded since start, for any cause."""
-        return sum(self.evictions_by_cause.values())
-
-
-class EngineStats(NamedTuple):
-    """A snapshot of an engine."""
-
-    counters: TokenCounters = TokenCounters()  # since start; a copy
-    pool: PoolStats = PoolStats()
-    store: StoreStats | None = None
-    num_running: int = 0
-    num_waiting: int = 0
-    num_steps: int = 0  # since start
-    step_seconds: float = 0.0  # in the executor, since start
-    last_batch_tokens: int = 0
-    compute_tokens_per_s: float = 0.0  # of steps that mostly prefill; 0: not measured yet
-
-
 class _Begun(NamedTuple):
     """A step in flight: its handle, its tokens, when it was planned, and its chunks if any request is traced."""
 
-    handle: object
+    handle: Any
     num_tokens: int
     planned_at: float
     chunks: tuple[Chunk, ...]

@@ -15,7 +15,7 @@ from headstart.core.batch import Chunk, PromptTokenBreakdown, RequestStepOutput
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.history import EvictionRecord
 from headstart.core.cache.pinned_prefixes import REQUEST_PREFIX
-from headstart.core.request import Sequence
+from headstart.core.sequence import Sequence
 
 MAX_REQUESTS = 1000
 MAX_TOKENS = 1 << 20  # of prompts

@@ -14,7 +14,8 @@ from headstart.allocator import trim_heap
 from headstart.bundled import BUNDLED_NAME
 from headstart.config.options import EngineOptions
 from headstart.core.cache.block_store import BlockStore
-from headstart.core.engine import Engine, EngineInfo
+from headstart.core.engine import Engine
+from headstart.core.engine_info import EngineInfo
 from headstart.core.errors import ConfigError
 from headstart.core.executor import Executor
 from headstart.core.sched.scheduler import Scheduler
@@ -67,7 +68,7 @@ def build_engine(
     options: EngineOptions,
     folder: Path | None = None,
     *,
-    scheduler_class: type[Scheduler] = Scheduler,
+    charge_cached: bool = False,
     profile: Profile | None = None,
 ) -> tuple[Engine, EngineInfo]:
     """Load the model (progress on stderr), size the KV pool, and build the scheduler and the runner.
@@ -111,9 +112,10 @@ def build_engine(
         max_pinned_share=options.max_pinned_share,
         speculation=speculation,
         state_pages=state_pages,
+        charge_cached=charge_cached,
         max_draft_tokens=speculation.num_speculative_tokens if speculation is not None and state_pages else 0,
     )
-    scheduler = scheduler_class(config, store=store, chain=load_compiled_hash_chain(), ops=compiled_block_loops())
+    scheduler = Scheduler(config, store=store, chain=load_compiled_hash_chain(), ops=compiled_block_loops())
     if on_cpu:
         measure_step_times(runner, scheduler.step_times, max_tokens=max_model_len)
         if scheduler.speculation is not None:

@@ -17,7 +17,8 @@ import msgspec
 
 from headstart.config.options import EngineOptions
 from headstart.core.batch import RequestStepOutput
-from headstart.core.engine import Engine, EngineInfo, EngineStats
+from headstart.core.engine import Engine
+from headstart.core.engine_info import EngineInfo, EngineStats
 from headstart.core.errors import ConfigError, EngineDeadError, HeadstartError, InvalidRequestError, RequestFailedError
 from headstart.core.request import Request
 from headstart.engine.request_recorder import RequestRecorder

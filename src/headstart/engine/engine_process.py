@@ -16,7 +16,8 @@ import traceback
 
 import msgspec
 
-from headstart.core.engine import Engine, EngineInfo
+from headstart.core.engine import Engine
+from headstart.core.engine_info import EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.engine.engine_calls import CALLS
 from headstart.engine.wire import (

@@ -25,7 +25,8 @@ from typing import Any
 from headstart.config.options import EngineOptions, check_option_values
 from headstart.core.batch import TokenLogprob
 from headstart.core.cache.pinned_prefix import PrefixInfo, PrefixState
-from headstart.core.engine import Engine, EngineInfo
+from headstart.core.engine import Engine
+from headstart.core.engine_info import EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import Request, SamplingParams
 from headstart.engine.engine_checks import check_engine_installed

@@ -16,7 +16,7 @@ import msgspec
 
 from headstart.config.options import EngineOptions
 from headstart.core.batch import RequestStepOutput
-from headstart.core.engine import EngineInfo, EngineStats
+from headstart.core.engine_info import EngineInfo, EngineStats
 from headstart.core.errors import HeadstartError
 from headstart.core.request import CacheMode, Request, RetentionHint, SamplingParams
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 from headstart.config.options import EngineOptions
 from headstart.core.batch import RequestStepOutput
-from headstart.core.engine import Engine, EngineInfo
+from headstart.core.engine import Engine
+from headstart.core.engine_info import EngineInfo
 from headstart.core.request import Request, SamplingParams
 from headstart.measurement.deferred_interrupt import deferred_interrupt
 from headstart.measurement.progress_bar import QUIET, ProgressBar

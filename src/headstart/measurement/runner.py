@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headstart.config.options import EngineOptions
-from headstart.core.engine import Engine, EngineInfo
+from headstart.core.engine import Engine
+from headstart.core.engine_info import EngineInfo
 from headstart.measurement.progress_bar import QUIET, ProgressBar
 from headstart.workload.jobs import Job
 from headstart.workload.request_record import RequestRecord, median
 
 BuildEngine = Callable[..., tuple[Engine, EngineInfo]]
-"""`assembly.build_engine`, or a fake with the same signature: (options, *, scheduler_class=Scheduler)."""
+"""`assembly.build_engine`, or a fake with the same signature: (options, *, charge_cached=False)."""
 
 BUNDLED = "bundled intent model"
 """The name of the packaged model in reports."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headstart.bundled.packaged_models import packaged_model_of_file
 from headstart.config.options import ServerOptions
-from headstart.core.engine import EngineInfo
+from headstart.core.engine_info import EngineInfo
 from headstart.core.request import NO_DEFAULTS, SamplingDefaults
 from headstart.openai.canonical.prompt_rules import NO_RULES, PromptRules
 from headstart.openai.chat.template_forms import ONE_TEXT, ContentForms

@@ -68,13 +68,9 @@ def compare_logged_prompts(this: LoggedPrompt, that: LoggedPrompt) -> PromptComp
     """Return the changes from an earlier prompt `that` to `this`."""
     walk = _Walk()
     if _compare_tools(walk, this, that):
-        _compare_messages(walk, this.messages, _known(that))
+        before = that.messages if that.answer is None else (*that.messages, that.answer)  # expected to be sent back
+        _compare_messages(walk, this.messages, before)
     return PromptComparison(walk.num_before, walk.changes)
-
-
-def _known(that: LoggedPrompt) -> tuple[LoggedMessage, ...]:
-    """Return the messages of a prompt with the answer, which the next one is expected to send back."""
-    return that.messages if that.answer is None else (*that.messages, that.answer)
 
 
 def _compare_tools(walk: _Walk, this: LoggedPrompt, that: LoggedPrompt) -> bool:

@@ -14,8 +14,9 @@ from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.cache.history import EvictionRecord
 from headstart.core.cache.pinned_prefixes import REQUEST_PREFIX
 from headstart.core.recent_requests import AdmittedRequest, RecentRequests
-from headstart.core.request import CacheMode, Request, Sequence
+from headstart.core.request import CacheMode, Request
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sequence import Sequence
 
 WINDOW = 40  # tokens shown on either side of a divergence: enough for as many characters
 _ITEM = array("i").itemsize

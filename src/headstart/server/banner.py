@@ -8,7 +8,7 @@ from headstart import __version__
 from headstart.bundled import EXAMPLE, bundled_intent_model_folder
 from headstart.config.options import ServerOptions
 from headstart.core.cache.block_store import StoreStats
-from headstart.core.engine import EngineInfo
+from headstart.core.engine_info import EngineInfo
 from headstart.http.web_pages import is_loopback
 from headstart.openai.sampling_defaults import describe_sampling_defaults
 from headstart.server.server_state import ServedModel

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from headstart.config.options import ServerOptions
-from headstart.core.engine import EngineInfo
+from headstart.core.engine_info import EngineInfo
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import Request
 from headstart.openai.bounds import RequestBounds

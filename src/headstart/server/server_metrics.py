@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from headstart.core.batch import PromptTokenBreakdown
-from headstart.core.engine import EngineInfo, EngineStats
+from headstart.core.engine_info import EngineInfo, EngineStats
 from headstart.engine.engine_client import EngineClient
 from headstart.http.packed_metrics import Counter, Histogram, MetricFamilyFactory, expose_metrics, method_label
 from headstart.http.tracing.tracer import SpanCounts, Tracer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from headstart.apis.api_table import APIS, OTHER
 from headstart.config.options import ServerOptions
-from headstart.core.engine import EngineInfo
+from headstart.core.engine_info import EngineInfo
 from headstart.core.errors import DrainingError, HeadstartError, QueueFullError, RequestFailedError
 from headstart.core.request import Request
 from headstart.engine.engine_client import EngineClient

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from headstart.core.engine import EngineStats
+from headstart.core.engine_info import EngineStats
 from headstart.openai.responses import CACHE_SOURCES
 from headstart.server.server_state import ServerState
 from headstart.server.store_metrics import store_statistics_changes

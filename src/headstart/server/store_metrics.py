@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from headstart.core.cache.block_store import StoreStats
-from headstart.core.engine import EngineStats
+from headstart.core.engine_info import EngineStats
 from headstart.http.auth import Principal
 from headstart.http.packed_metrics import MetricFamilyFactory
 from headstart.openai.responses import Json

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from headstart.config.options import EngineOptions
 from headstart.core.batch import Batch, StepResult
 from headstart.core.cache.block_store import Data
-from headstart.core.engine import EngineInfo
+from headstart.core.engine_info import EngineInfo
 from headstart.core.errors import ConfigError
 from headstart.core.executor import Executor
 from headstart.core.request import Request, SamplingParams

@@ -8,7 +8,7 @@ evicts and which decodes it slows down has no price, so a policy that considers 
 from collections.abc import Mapping
 
 from headstart.core.cache.hashing import BlockHash
-from headstart.core.request import Sequence
+from headstart.core.sequence import Sequence
 from headstart.router.policies.policy import Candidate, Policy, PolicyInput, RankedCandidates, rank_by_number
 from headstart.sim.sim_replica import SimReplica
 from headstart.sim.step_cost import StepWork

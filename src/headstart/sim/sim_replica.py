@@ -7,7 +7,7 @@ no prompt, and equals another output only after the same prompt, as in greedy sa
 """
 
 from array import array
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from random import Random
 from zlib import crc32
 
@@ -218,10 +218,8 @@ class SimReplica:
 
     def counters(self) -> TokenCounters:
         """Return the token counters since the start of the simulation; a copy."""
-        now = self.scheduler.counters
-        return replace(
-            now, **{name: getattr(now, name) + getattr(self._before, name) for name in TokenCounters.__slots__}
-        )
+        now, before = asdict(self.scheduler.counters), asdict(self._before)
+        return TokenCounters(**{name: count + before[name] for name, count in now.items()})
 
     @property
     def num_capacity_evictions(self) -> int:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, NamedTuple
 
-from headstart.core.engine import Engine, EngineInfo
+from headstart.core.engine import Engine
+from headstart.core.engine_info import EngineInfo
 from headstart.core.request import SamplingParams
 from headstart.core.sched.step_time import LEAST_TOKENS
 from headstart.measurement.inprocess import REAL, Clock, requests_from_prompts

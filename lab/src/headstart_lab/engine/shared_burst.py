@@ -12,7 +12,8 @@ from typing import Any
 
 from headstart.core.batch import Batch, RowError, RowErrorKind, RowResult, StepResult
 from headstart.core.cache.block_store import Data
-from headstart.core.engine import Engine, EngineInfo
+from headstart.core.engine import Engine
+from headstart.core.engine_info import EngineInfo
 from headstart.core.executor import Executor
 from headstart.core.request import CacheMode, Request, SamplingParams
 from headstart.measurement.inprocess import RunResult, requests_from_prompts, run_requests

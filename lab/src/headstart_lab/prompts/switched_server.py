@@ -15,7 +15,7 @@ from functools import cache
 
 from headstart.__main__ import main
 from headstart.config.options import ServerOptions
-from headstart.core.engine import EngineInfo
+from headstart.core.engine_info import EngineInfo
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.server import run_server
 from headstart.server.prompt_log import RecentBodyLog

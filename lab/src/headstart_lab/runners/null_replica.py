@@ -10,7 +10,8 @@ import time
 from headstart.bundled import bundled_intent_model_folder
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.core.batch import Batch, StepResult
-from headstart.core.engine import Engine, EngineInfo
+from headstart.core.engine import Engine
+from headstart.core.engine_info import EngineInfo
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig

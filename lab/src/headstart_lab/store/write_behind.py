@@ -15,7 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from headstart.core.cache.block_store import StoreStats
-from headstart.core.engine import Engine, EngineInfo
+from headstart.core.engine import Engine
+from headstart.core.engine_info import EngineInfo
 from headstart.core.request import SamplingParams
 from headstart.measurement.inprocess import RunResult, requests_from_prompts, run_requests
 from headstart.measurement.machine import ContentionLog, measure_uncontended

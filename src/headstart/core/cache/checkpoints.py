@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from headstart.core.batch import Chunk, Saves
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.hashing import BlockHash, checkpoint_page_hash
-from headstart.core.request import Sequence, SuspectBlock
+from headstart.core.sequence import Sequence, SuspectBlock
 
 MAX_SHARE = 0.15  # of a pool that is full
 SPACED_SHARE = 0.05  # of the bytes of a long prompt, which its spaced checkpoints take

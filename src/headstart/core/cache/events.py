@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headstart.core.cache.hashing import BlockHash
-from headstart.core.request import Sequence
+from headstart.core.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

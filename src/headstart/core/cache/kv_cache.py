@@ -22,7 +22,8 @@ from headstart.core.cache.hashing import (
     private_parent_hash_for_domain,
     root_hash,
 )
-from headstart.core.request import CacheMode, Request, Sequence, empty_block_table
+from headstart.core.request import CacheMode, Request
+from headstart.core.sequence import Sequence, empty_block_table
 
 
 class PrefixHit(NamedTuple):

@@ -19,7 +19,8 @@ from headstart.core.cache.hashing import BlockHash
 from headstart.core.cache.kv_cache import KVCache
 from headstart.core.cache.pinned_prefix import PinnedPrefix, PrefixInfo, PrefixState, make_pinned_prefix
 from headstart.core.errors import InvalidRequestError
-from headstart.core.request import FinishReason, Request, SamplingParams, Sequence
+from headstart.core.request import FinishReason, Request, SamplingParams
+from headstart.core.sequence import Sequence
 
 REQUEST_PREFIX = "prefix:"  # of the ids of internal requests that compute prefixes
 MAX_ATTEMPTS = 3  # to compute a prefix whose blocks were lost before it was ready
@@ -194,7 +195,8 @@ class PinnedPrefixes(BlockListener):
         for prefix in fresh:
             prefix.block_hashes = chains[prefix]
             if prefix.is_pinned:
-                self._own(prefix)
+                for block_hash in prefix.block_hashes:
+                    self._owners.setdefault(block_hash, []).append(prefix)
                 prefix.num_attempts = 0
                 self._warm(prefix)
 
@@ -243,10 +245,6 @@ class PinnedPrefixes(BlockListener):
             if max(num_blocks - own, reserved) > left:
                 return seq.request_id
         return None
-
-    def _own(self, prefix: PinnedPrefix) -> None:
-        for block_hash in prefix.block_hashes:
-            self._owners.setdefault(block_hash, []).append(prefix)
 
     def _drop(self, prefix: PinnedPrefix) -> None:
         """Unpin the blocks of the prefix and abort its computation."""

@@ -24,7 +24,7 @@ from headstart.core.cache.block_store import BlockKey, BlockLoadPart, BlockStore
 from headstart.core.cache.hashing import BlockHash, checkpoint_page_hash
 from headstart.core.cache.kv_cache import KVCache, PrefixHit
 from headstart.core.executor import Executor
-from headstart.core.request import Sequence, SequenceStatus
+from headstart.core.sequence import Sequence, SequenceStatus
 
 MAX_LOADS = 8  # of one sequence; after that it computes
 PATIENCE = 2.0  # times the expected duration

@@ -14,8 +14,8 @@ the first request that fails because of it. A request is computed again at most 
 
 from headstart.core.cache.kv_cache import KVCache
 from headstart.core.cache.transfers import StoreTransfers
-from headstart.core.request import NonFiniteRecompute, Sequence, SuspectBlock
 from headstart.core.sched.admission import AdmissionControl
+from headstart.core.sequence import NonFiniteRecompute, Sequence, SuspectBlock
 
 
 class SuspectBlockHandler:

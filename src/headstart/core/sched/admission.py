@@ -7,8 +7,8 @@ the pool can hold it to its end beside all other such sequences, and is then nev
 
 from headstart.core.cache.kv_cache import KVCache, PrefixHit
 from headstart.core.errors import RequestTooLargeError, context_overflow_message
-from headstart.core.request import Sequence
 from headstart.core.sched.waiting_queue import OrderedSequences
+from headstart.core.sequence import Sequence
 
 MAX_PREEMPTIONS = 3
 FIRST_GUESS = 64  # output tokens, until a sequence has finished

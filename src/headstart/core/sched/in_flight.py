@@ -16,7 +16,8 @@ from collections.abc import Sequence as Items
 
 from headstart.core.batch import Chunk, RowResult
 from headstart.core.cache.kv_cache import KVCache
-from headstart.core.request import RetentionHint, SamplingParams, Sequence
+from headstart.core.request import RetentionHint, SamplingParams
+from headstart.core.sequence import Sequence
 
 
 class StepInFlight:

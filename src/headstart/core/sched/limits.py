@@ -56,7 +56,9 @@ def chunk_len(want: int, start: int, budget: int, limits: Limits, *, alone: bool
         n = min(n, limits.long_prefill_threshold)
     if cap is not None:
         n = min(n, max(cap, limits.align) if cap > 0 else 0)
-    n = min(n, _affordable(start, budget, limits))
+    if limits.charge_ceil:  # the largest that costs no more
+        budget = max(start // limits.align * limits.align + budget // limits.align * limits.align - start, 0)
+    n = min(n, budget)
     if n < want and limits.align > 1:
         n = (start + n) // limits.align * limits.align - start
     return max(n, 0)
@@ -68,10 +70,3 @@ def budget_cost(start: int, n: int, limits: Limits, *, decode: bool) -> int:
         return n
     align = limits.align
     return -(-(start + n) // align) * align - start // align * align
-
-
-def _affordable(start: int, budget: int, limits: Limits) -> int:
-    """Return the largest n with charge(start, n) <= budget."""
-    if not limits.charge_ceil:
-        return budget
-    return max(start // limits.align * limits.align + budget // limits.align * limits.align - start, 0)

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from headstart.core.cache.hashing import BlockHash
-from headstart.core.request import Sequence
 from headstart.core.sched.limits import Limits, budget_cost, chunk_len
 from headstart.core.sched.tenant_shares import RemainingStepShare
+from headstart.core.sequence import Sequence
 
 NO_SHARES: Mapping[str, RemainingStepShare] = {}
 

@@ -30,7 +30,7 @@ from headstart.core.cache.pinned_prefixes import PinnedPrefixes, RequestBlockDem
 from headstart.core.cache.transfers import LoadableBlocks, StoreTransfers
 from headstart.core.cache.trust import SuspectBlockHandler
 from headstart.core.errors import prompt_too_long_error
-from headstart.core.request import FinishReason, Request, Sequence, SequenceStatus
+from headstart.core.request import FinishReason, Request
 from headstart.core.sched.admission import MAX_CANDIDATES, AdmissionControl, is_non_preemptible
 from headstart.core.sched.in_flight import StepInFlight, StepsInFlight, is_current_chunk, needs_token_on_host
 from headstart.core.sched.plan import NO_SHARES, StepPlan, is_decoding
@@ -40,6 +40,7 @@ from headstart.core.sched.tenant_queues import TenantQueues
 from headstart.core.sched.tenant_shares import RemainingStepShare, TenantShares, TenantStepDemand
 from headstart.core.sched.token_accounting import TokenAccounting
 from headstart.core.sched.waiting_queue import POLICIES, OrderedSequences, PrefixGroup
+from headstart.core.sequence import Sequence, SequenceStatus
 from headstart.core.speculation.speculation import Speculator
 
 
@@ -90,6 +91,7 @@ class Scheduler:
         self.accounting = TokenAccounting(self.cache, self.transfers, self.prefixes.is_warming_request)
         self.counters = self.accounting.counters
         self._by_priority = config.policy == "priority"
+        self._charges_cached = config.charge_cached
         self._sequences: dict[str, Sequence] = {}
         self._num_arrivals = 0
         self._now = 0.0
@@ -347,7 +349,7 @@ class Scheduler:
         want = seq.num_tokens_with_pending - hit.num_tokens
         n = plan.chunk_len_within_budget(seq, hit.num_tokens, want, alone=len(self._sequences) == 1)
         n = self.transfers.max_chunk_len(seq, hit.num_tokens, n)
-        extra = self._charge_for(hit)
+        extra = hit.num_tokens if self._charges_cached else 0
         if not n or (extra and plan.entries and extra + n > plan.budget) or not self._fits(seq, hit, reserved):
             return False
         extended = self.cache.adopt_hit_and_extend_table(seq, hit, hit.num_tokens + n, last_resort=not self.running)
@@ -365,16 +367,13 @@ class Scheduler:
 
     def _fits(self, seq: Sequence, hit: PrefixHit, reserved: int) -> bool:
         """Return whether all of it fits beside the reservations of others and the blocks being loaded."""
+        hit = NO_HIT if self._charges_cached else hit
         coming = self.transfers.num_reserved_by_others(seq, may_wait=bool(self.running))
         if coming:  # loads take little time, so this applies even if nothing runs yet
             new = self.cache.num_new_blocks(seq, hit, len(seq.token_ids))
             if new + coming > self.cache.num_available_after_hit(seq, hit):
                 return False
         return self.admission.can_admit(seq, hit, self.running, reserved + coming)
-
-    def _charge_for(self, hit: PrefixHit) -> int:
-        """Return the budget that cached tokens cost: none."""
-        return 0
 
     def _candidates(self, seq: Sequence) -> list[Sequence]:
         """Return the preemption candidates for `seq`: the last running sequences after it, all of one priority.

@@ -86,7 +86,9 @@ class StepTimes:
         if elapsed <= 0:
             return
         if not num_prompt_tokens:
-            self._learn_decodes(num_decodes.bit_length(), elapsed)
+            known, at = self._decode_seconds, num_decodes.bit_length()
+            known.extend([0.0] * (at + 1 - len(known)))
+            known[at] = _moved(known[at], elapsed)
         elif num_prompt_tokens >= LEAST_TOKENS:
             if not self.seconds_per_token:
                 left = elapsed - self.expected_seconds(0, num_decodes)
@@ -94,11 +96,6 @@ class StepTimes:
             # relative to the whole step: a difference would turn a small delay of a short chunk into a high rate
             seen = self.seconds_per_token * elapsed / self.expected_seconds(num_prompt_tokens, num_decodes)
             self.seconds_per_token = _moved(self.seconds_per_token, seen)
-
-    def _learn_decodes(self, at: int, elapsed: float) -> None:
-        known = self._decode_seconds
-        known.extend([0.0] * (at + 1 - len(known)))
-        known[at] = _moved(known[at], elapsed)
 
 
 def _moved(old: float, seen: float) -> float:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 from headstart.core.cache.block_pool import BlockListener, BlockPool
 from headstart.core.cache.hashing import BlockHash
-from headstart.core.request import Sequence
 from headstart.core.sched.waiting_queue import WAITING, PrefixGroup, SingleTenantQueue
+from headstart.core.sequence import Sequence
 
 Rank = Callable[[str], tuple[float, ...]]
 

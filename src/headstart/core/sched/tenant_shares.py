@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headstart.core.request import Sequence
 from headstart.core.sched.admission import is_non_preemptible
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.step_time import LEAST_SECONDS, LEAST_TOKENS, StepTimes
 from headstart.core.sched.waiting_queue import OrderedSequences
+from headstart.core.sequence import Sequence
 
 PRESENT_SECONDS = 10.0  # a tenant's steps stay short for so long after the last request of another one
 PRESENT_STEPS = 4.0  # in decode steps: their bound, so that its next request waits for no long one

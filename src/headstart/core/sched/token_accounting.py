@@ -13,13 +13,13 @@ from headstart.core.batch import Chunk, PromptTokenBreakdown
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.cache.kv_cache import KVCache, PrefixHit
 from headstart.core.cache.transfers import StoreTransfers
-from headstart.core.request import Sequence
 from headstart.core.sched.ideal_cache import IdealCache, max_remembered_hashes
+from headstart.core.sequence import Sequence
 
 
 @dataclass(slots=True)
 class TokenCounters:
-    """Counters since start, in tokens unless the name says otherwise; see engine.EngineStats."""
+    """Counters since start, in tokens unless the name says otherwise; see engine_info.EngineStats."""
 
     prompt_tokens: int = 0  # of requests whose first token is out; the next six fields are of the same requests
     cached_tokens: int = 0  # pinned + shared + store + followed

@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.hashing import BlockHash
-from headstart.core.request import Sequence
+from headstart.core.sequence import Sequence
 
 Key = Callable[[Sequence], tuple[float, ...]]
 
@@ -136,7 +136,9 @@ class SingleTenantQueue:
         first = group.members[0] is seq
         group.members.remove(seq)
         if not group.members:
-            self._dissolve(group)
+            del self._groups[group.missing]
+            group.age = group.match = ()
+            self._drop_refs(group)
         elif first:
             self._enqueue(group)
 
@@ -292,11 +294,6 @@ class SingleTenantQueue:
         self._by_match = [(group.match, group) for group in self._groups.values() if group.match]
         heapify(self._by_age)
         heapify(self._by_match)
-
-    def _dissolve(self, group: PrefixGroup) -> None:
-        del self._groups[group.missing]
-        group.age = group.match = ()
-        self._drop_refs(group)
 
     def _add_refs(self, group: PrefixGroup) -> None:
         """Add references in the pool to the blocks that the group will take over."""

@@ -8,7 +8,7 @@ used entry is removed, and an entry keeps between one and two generations of tok
 from array import array
 from collections import OrderedDict
 
-from headstart.core.request import Sequence
+from headstart.core.sequence import Sequence
 from headstart.core.speculation.draft import END, Draft, draft_from_match, draft_of_longer_match
 from headstart.core.speculation.ngram_index import NgramIndex
 

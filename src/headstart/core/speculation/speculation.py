@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from headstart.core.batch import Chunk
 from headstart.core.cache.kv_cache import KVCache
-from headstart.core.request import Sequence
+from headstart.core.sequence import Sequence
 from headstart.core.speculation.draft import Draft, draft_from_match, draft_of_longer_match
 from headstart.core.speculation.draft_length import (
     DOMAIN_MEMORY,
@@ -134,11 +134,9 @@ class Speculator:
 
     def _first_acceptance(self, seq: Sequence) -> AcceptanceEstimate:
         """Return what is expected of a new sequence: the acceptance of its domain, unless it may not read from it."""
-        return (
-            AcceptanceEstimate(self._domain(seq).accepted_shares_by_token_class())
-            if self._cache.may_read_cache(seq)
-            else AcceptanceEstimate()
-        )
+        if self._cache.may_read_cache(seq):
+            return AcceptanceEstimate(self._domain(seq).accepted_shares_by_token_class())
+        return AcceptanceEstimate()
 
     def _find(self, seq: Sequence) -> Draft | None:
         """Return the longest draft for a sequence that its limits permit, if any."""

@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
-from headstart.core.engine import EngineInfo
+from headstart.core.engine_info import EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.gguf.tokenizer_json import FILE_NAME, read_tokenizer_json
 from headstart.openai.sandbox.sandbox_pool import SandboxLostError, SandboxPool, SandboxSpec

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 
 from headstart.core.batch import PromptTokenBreakdown
-from headstart.core.engine import EngineStats
+from headstart.core.engine_info import EngineStats
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import Request as EngineRequest
 from headstart.engine.wire import stats_from_values

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from msgspec import Raw
 
-from headstart.core.engine import EngineStats
+from headstart.core.engine_info import EngineStats
 from headstart.engine.engine_calls import MAX_SCANNED_BLOCKS
 from headstart.engine.engine_client import EngineClient
 from headstart.http.auth import Principal

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from headstart.core.batch import PromptTokenBreakdown
-from headstart.core.engine import EngineStats
+from headstart.core.engine_info import EngineStats
 from headstart.http.auth import Principal
 from headstart.http.packed_metrics import histogram_quantile
 from headstart.openai.responses import CACHE_SOURCES, Json
