@@ -83,9 +83,9 @@ site: $(DEV)    ## the documentation as a site, in site/; links checked
 	$(BIN)/python docs/site.py
 
 # libgomp is torch's own: a second one in the wheel would start a second set of threads.
-dist: $(DIST)   ## sdist and manylinux wheel with compiled kernels, checked, in dist/
+dist: $(DIST)   ## sdist and manylinux wheel with compiled kernels and scheduler, checked, in dist/
 	rm -rf dist build
-	$(BIN)/python -m build --outdir build/raw .
+	HEADSTART_CORE=compiled $(BIN)/python -m build --outdir build/raw .
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude libgomp.so.1 --wheel-dir dist build/raw/*.whl
 	mv build/raw/*.tar.gz dist/
 	$(BIN)/twine check --strict dist/*.whl dist/*.tar.gz

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headstart.config.options import EngineOptions, RouterOptions, ServerOptions, flag_fields, flag_name
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.cache.block_store import StoreStats
-from headstart.core.engine import EngineInfo, EngineStats
+from headstart.core.engine_info import EngineInfo, EngineStats
 from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.proxy.proxy import ProxiedCall
 from headstart.gateway.proxy.request_reader import ParsedRequest, RequestParser

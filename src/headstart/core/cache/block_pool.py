@@ -12,7 +12,7 @@ is not free either.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from headstart.core.cache.eviction import HOT, PYTHON, SEEN, Entries, KVBlockLoops
 from headstart.core.cache.hashing import BlockHash, is_checkpoint_page_hash
@@ -357,12 +357,10 @@ class BlockPool:
         self._history.grow_capacity(self._max_history)
 
     def dismantle_some(self, num: int) -> int:
-        """Free up to `num` entries of a pool that is no longer used; return the number freed, 0 when nothing is left.
-
-        Dropping a large pool at once would block for a while.
-        """
+        """Free up to `num` entries of a pool that is no longer used, since all at once would block; return how many."""
         freed = 0
-        for table in (self._entries, *self._history.teardown_tables, *self._idle.teardown_tables):
+        tables: list[dict[Any, Any]] = [self._entries, *self._history.teardown_tables, *self._idle.teardown_tables]
+        for table in tables:
             while table and freed < num:
                 table.popitem()
                 freed += 1

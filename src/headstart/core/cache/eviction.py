@@ -158,11 +158,9 @@ class TwoQueueOrder:
         yield from self._protected
 
 
-class KVBlockLoops:
-    """The loops over the blocks of one chain, on a pool's own tables, in Python.
-
-    Compiled code that does the same is an argument of the scheduler (model/kernels/compiled_blocks.py).
-    """
+class KVBlockLoops(Protocol):
+    """The loops over the blocks of one chain, on a pool's own tables. The scheduler is given those that are compiled
+    (model/kernels/compiled_blocks.py), or these."""
 
     def find_prefix(
         self, entries: Entries, block_hashes: list[BlockHash], root: BlockHash, tokens: bytes, stride: int
@@ -211,4 +209,7 @@ class KVBlockLoops:
         return lambda max_protected: TwoQueueOrder(marks, max_protected)
 
 
-PYTHON = KVBlockLoops()
+class _InPython(KVBlockLoops): ...
+
+
+PYTHON = _InPython()

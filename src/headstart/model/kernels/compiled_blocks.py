@@ -26,7 +26,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
 """Result and arguments of each function."""
 
 
-class CompiledKVBlockLoops(KVBlockLoops):
+class CompiledKVBlockLoops:
     """The loops in compiled code."""
 
     def __init__(self, library: ctypes.PyDLL) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from headstart import __version__
 from headstart.core.errors import ConfigError
+from headstart.core.sched import scheduler
 from headstart.model.attention.base import LEAST_CAPABILITY, resolve_backend
 from headstart.model.kernels.library import NEEDED, find_kernels, request_amx_tiles
 from headstart.model.layers.linear import can_pack_weight
@@ -215,19 +216,15 @@ def _text(path: Path) -> str:
 
 def _compute(num_gpus: int, *, packs: bool) -> tuple[tuple[str, str], ...]:
     device = "cuda" if num_gpus else "cpu"
+    torchs = "oneDNN, prepacked" if packs else "plain torch"
     return (
         ("device", device),
         ("GPU", str(num_gpus) if num_gpus else "none" if torch.version.cuda is None else "none visible"),
         ("attention backend", resolve_backend("auto", device)),
         ("CPU kernels", ": ".join(filter(None, (find_kernels().note, find_kernels().origin)))),
-        ("bfloat16 linears", _linears(packs=packs)),
+        ("bfloat16 linears", torchs if find_kernels().kernels is None else "our kernels, packed"),
+        ("scheduler", "interpreted" if scheduler.__file__.endswith(".py") else "compiled"),
     )
-
-
-def _linears(*, packs: bool) -> str:
-    if find_kernels().kernels is None:
-        return "oneDNN, prepacked" if packs else "plain torch"
-    return "our kernels, packed"
 
 
 def _exact_reuse() -> tuple[tuple[str, str], ...]:
