@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
@@ -301,6 +302,23 @@ def steps(machine: Machine) -> dict[str, Any]:
     return found
 
 
+def steps_few_bits(machine: Machine) -> dict[str, Any]:
+    """Return ms of whole steps of llama-100m with quantised weights, with tiles and without, by turns with bf16."""
+    models = {machine.variant: Model.random(machine.variant)}
+    for variant, quantization in product((machine.variant, OTHER), ("int8", "int4")):
+        form = WeightForm(load_kernels(variant).kernels, quantization)
+        models[f"{variant}, {quantization}"] = Model.random(variant, form=form)
+    found: dict[str, Any] = {}
+    for threads in machine.threads:
+        torch.set_num_threads(threads)
+        for name, work in WORK.items():
+            calls = {form: work(model) for form, model in models.items()}
+            row = {form: round(own * 1e3, 2) for form, own in turns(calls, 0.6).items()}
+            found[f"{name}, {threads} threads"] = row
+            print(f"  {name}, {threads} threads: {row}", file=sys.stderr, flush=True)
+    return found
+
+
 def _decode(count: int) -> Callable[[Model], Callable[[], Tensor]]:
     def work(model: Model) -> Callable[[], Tensor]:
         tokens = model.tokens(1008)
@@ -333,6 +351,7 @@ PARTS = {
     "bits": Part(exact_steps, is_test=True),
     "read": Part(bandwidth),
     "steps": Part(steps),
+    "steps_few_bits": Part(steps_few_bits),
     "attention": Part(attention),
     "products": Part(products),
     "rows_blocks": Part(exact_blocks, is_test=True),
