@@ -47,8 +47,8 @@ def can_compile() -> bool:
 
 def core_extensions() -> list[Extension]:
     """The modules of headstart.core as extensions. They are one library, so that they call one another directly."""
-    if not COMPILE_CORE or "egg_info" in sys.argv:  # the step that says that mypy is needed
-        return []
+    if not COMPILE_CORE or not {"bdist_wheel", "build_ext"} & set(sys.argv):
+        return []  # an sdist; the step that says that mypy is needed; or a checkout, where it would hide later edits
     from mypyc.build import mypycify
 
     modules = sorted(str(path) for path in Path("src", "headstart", "core").rglob("*.py") if path.stem not in RECORDS)

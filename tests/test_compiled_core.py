@@ -23,6 +23,10 @@ SETUP = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
 PLAIN = (int, float, str, bool, bytes)
 
 
+def strings(node: ast.AST) -> list[str]:
+    return [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+
+
 def constants(name: str) -> list[str]:
     """The strings in the statement of setup.py that assigns to `name`, or defines it."""
     (found,) = (
@@ -30,7 +34,7 @@ def constants(name: str) -> list[str]:
         for node in SETUP.body
         if (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name) or getattr(node, "name", "") == name
     )
-    return [n.value for n in ast.walk(found) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return strings(found)
 
 
 RECORDS = constants("RECORDS")
@@ -50,6 +54,8 @@ def types_within(hint: Any, seen: set[Any]) -> Iterator[Any]:
 
 
 def test_mypyc_accepts_the_core() -> None:
+    needed = next(value for node in SETUP.body for value in strings(node) if value.startswith("mypy>"))
+    assert f'"{needed}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8"), "the core is checked by another mypy"
     (flag,) = (value for value in constants("core_extensions") if value.startswith("--"))
     command = [sys.executable, "-m", "mypy", flag, "--cache-dir", os.devnull, "-p", "headstart.core"]
     done = subprocess.run(command, cwd=ROOT / "src", capture_output=True, text=True, timeout=300, check=False)

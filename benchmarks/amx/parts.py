@@ -289,17 +289,12 @@ def steps(machine: Machine) -> dict[str, Any]:
     """Return ms of whole steps of llama-100m, by turns, and whether the greedy tokens were the same."""
     models = {variant: Model.random(variant) for variant in (machine.variant, OTHER)}
     models["torch"] = Model.random(OTHER, form=torch_form())
-    found: dict[str, Any] = {}
-    for threads in machine.threads:
-        torch.set_num_threads(threads)
-        for name, work in WORK.items():
-            calls = {form: work(model) for form, model in models.items()}
-            tokens = {form: call().argmax(-1) for form, call in calls.items()}
-            row: dict[str, Any] = {form: round(own * 1e3, 2) for form, own in turns(calls, 1.0).items()}
-            row["same tokens"] = all(torch.equal(own, tokens[OTHER]) for own in tokens.values())
-            found[f"{name}, {threads} threads"] = row
-            print(f"  {name}, {threads} threads: {row}", file=sys.stderr, flush=True)
-    return found
+
+    def same_tokens(calls: dict[str, Callable[[], Tensor]]) -> dict[str, bool]:
+        first, *others = (call().argmax(-1) for call in calls.values())
+        return {"same tokens": all(torch.equal(own, first) for own in others)}
+
+    return _step_times(machine, models, 1.0, same_tokens)
 
 
 def steps_few_bits(machine: Machine) -> dict[str, Any]:
@@ -308,12 +303,23 @@ def steps_few_bits(machine: Machine) -> dict[str, Any]:
     for variant, quantization in product((machine.variant, OTHER), ("int8", "int4")):
         form = WeightForm(load_kernels(variant).kernels, quantization)
         models[f"{variant}, {quantization}"] = Model.random(variant, form=form)
+    return _step_times(machine, models, 0.6, lambda _: {})
+
+
+def _step_times(
+    machine: Machine,
+    models: dict[str, Model],
+    seconds: float,
+    checks: Callable[[dict[str, Callable[[], Tensor]]], dict[str, bool]],
+) -> dict[str, Any]:
+    """Return ms of all kinds of steps by model, each measured for `seconds`, and what `checks` finds of the calls."""
     found: dict[str, Any] = {}
     for threads in machine.threads:
         torch.set_num_threads(threads)
         for name, work in WORK.items():
             calls = {form: work(model) for form, model in models.items()}
-            row = {form: round(own * 1e3, 2) for form, own in turns(calls, 0.6).items()}
+            checked = checks(calls)
+            row = {form: round(own * 1e3, 2) for form, own in turns(calls, seconds).items()} | checked
             found[f"{name}, {threads} threads"] = row
             print(f"  {name}, {threads} threads: {row}", file=sys.stderr, flush=True)
     return found

@@ -357,7 +357,7 @@ class BlockPool:
         self._history.grow_capacity(self._max_history)
 
     def dismantle_some(self, num: int) -> int:
-        """Free up to `num` entries of a pool that is no longer used, since all at once would block; return how many."""
+        """Free up to `num` entries of a pool no longer used, since all would block; return how many, 0 at the end."""
         freed = 0
         tables: list[dict[Any, Any]] = [self._entries, *self._history.teardown_tables, *self._idle.teardown_tables]
         for table in tables:

@@ -159,8 +159,7 @@ class TwoQueueOrder:
 
 
 class KVBlockLoops(Protocol):
-    """The loops over the blocks of one chain, on a pool's own tables. The scheduler is given those that are compiled
-    (model/kernels/compiled_blocks.py), or these."""
+    """The loops over the blocks of one chain, on a pool's own tables; compiled: model/kernels/compiled_blocks.py."""
 
     def find_prefix(
         self, entries: Entries, block_hashes: list[BlockHash], root: BlockHash, tokens: bytes, stride: int
@@ -209,7 +208,8 @@ class KVBlockLoops(Protocol):
         return lambda max_protected: TwoQueueOrder(marks, max_protected)
 
 
-class _InPython(KVBlockLoops): ...
+class _InPython(KVBlockLoops):
+    """The loops as they stand above."""
 
 
 PYTHON = _InPython()

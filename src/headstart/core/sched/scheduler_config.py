@@ -22,5 +22,5 @@ class SchedulerConfig:
     max_pinned_share: float = 0.5  # of the pool
     speculation: SpeculationConfig | None = None
     state_pages: int = 0  # blocks that a recurrent state takes; 0: the model has none
-    charge_cached: bool = False  # cached tokens cost as if they were computed, as in vLLM #3402: for comparison
+    charge_cached: bool = False  # cached tokens and blocks count as new, as before vLLM #3402 was mended: to compare
     max_draft_tokens: int = 0  # of all sequences in one step; 0: no limit but the step's

@@ -216,13 +216,13 @@ def _text(path: Path) -> str:
 
 def _compute(num_gpus: int, *, packs: bool) -> tuple[tuple[str, str], ...]:
     device = "cuda" if num_gpus else "cpu"
-    torchs = "oneDNN, prepacked" if packs else "plain torch"
+    by_torch = "oneDNN, prepacked" if packs else "plain torch"
     return (
         ("device", device),
         ("GPU", str(num_gpus) if num_gpus else "none" if torch.version.cuda is None else "none visible"),
         ("attention backend", resolve_backend("auto", device)),
         ("CPU kernels", ": ".join(filter(None, (find_kernels().note, find_kernels().origin)))),
-        ("bfloat16 linears", torchs if find_kernels().kernels is None else "our kernels, packed"),
+        ("bfloat16 linears", by_torch if find_kernels().kernels is None else "our kernels, packed"),
         ("scheduler", "interpreted" if scheduler.__file__.endswith(".py") else "compiled"),
     )
 
