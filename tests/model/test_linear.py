@@ -224,6 +224,16 @@ def test_rows_too_wide_for_the_cache_equal_torch(kernels: KernelLibrary, quantiz
     assert_near(gated(small), F.silu(both[:, :half]) * both[:, half:], 8)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("outputs", [2112, 2111])  # whole lines of the cache and not
+def test_outputs_past_the_cache_are_those_within(kernels: KernelLibrary, dtype: torch.dtype, outputs: int) -> None:
+    weight, x, bias = (random(*shape).to(dtype) for shape in ((outputs, 40), (2000, 40), (outputs,)))
+    layer = FusedLinear(weight, bias, form=WeightForm(kernels, dtype=dtype))
+    whole = layer(x)  # more than CACHE_BYTES in kernels/sizes.h
+    assert whole.nbytes > 8 << 20
+    assert torch.equal(whole, torch.cat([layer(x[i : i + 250]) for i in range(0, 2000, 250)]))
+
+
 @pytest.mark.parametrize("count", [5, 40, 300])
 def test_a_chain_gives_what_its_links_give_one_by_one(kernels: KernelLibrary, count: int) -> None:
     first, second = (PackedLinear(kernels, random(outputs, inputs)) for outputs, inputs in [(120, 64), (64, 120)])

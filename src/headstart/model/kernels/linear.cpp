@@ -73,7 +73,13 @@ struct Call {
         const Link &at = links[link];
         long offset = at.offset * operations_of(*at.linear).element_bytes;
         const char *residual = at.residual < 0 ? nullptr : (const char *)buffers[at.residual] + offset;
-        return {at.linear, buffers[at.x], residual, (char *)buffers[at.y] + offset, at.stride};
+        return {at.linear, buffers[at.x], residual, (char *)buffers[at.y] + offset, at.stride, past_cache(at, offset)};
+    }
+    // Whether the outputs of a link are stored past the cache: nothing reads them before there are more than fit in there.
+    bool past_cache(const Link &at, long offset) const {
+        long row_bytes = at.stride * operations_of(*at.linear).element_bytes, start = (long)buffers[at.y] + offset;
+        return num_links == 1 && at.residual < 0 && !at.heads && !at.linear->gated && count * row_bytes > CACHE_BYTES
+            && at.linear->out_features % TILE == 0 && (row_bytes | start) % 64 == 0;
     }
     // Returns the first tile of share `index` of a product; for index == shares, the number of tiles.
     static long first(const Linear &linear, int index, int shares) { return linear.tiles() * index / shares; }
@@ -123,6 +129,7 @@ void by_tiles(const Call &call, int link) {
             }
         }
     }
+    if (step.past_cache) _mm_sfence();  // the other threads see what was stored past the cache
 #pragma omp barrier
 }
 

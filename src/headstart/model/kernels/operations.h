@@ -11,6 +11,7 @@ struct Step {  // a Link with addresses
     const void *x, *residual;
     void *y;
     long stride;  // of rows of y and residual
+    bool past_cache;  // whether y is stored past the cache: whole lines of more than fits there
 };
 
 struct PreparedRows {  // rows in the format that the weights need
