@@ -260,7 +260,7 @@ requests = st.lists(
 
 @given(requests)
 def test_no_tenant_reads_the_text_of_another(sent: list[tuple[bool, str, str, int | None]]) -> None:
-    recent = RecentRoutings(chunk=8)
+    recent = RecentRoutings()
     letters = {"µ": "µπ", "ж": "жд"}  # each tenant's own, in all that is its own
     for number, (is_first, text, endpoint, cached) in enumerate(sent):
         tenant = "µ" if is_first else "ж"
