@@ -108,6 +108,7 @@ class Factor:
     routers: int = 1
     probe_interval: float = 2.0  # seconds; 0: routers read no metrics
     tells_output: bool = False  # requests state the length of their answers
+    reserves: bool = False  # a request is admitted when its longest answer fits beside those of all running ones
 
 
 SUM = AdditiveCost(step=8e-3, stream=20e-6, resident=39e-9, token=62.8e-6, pair=1.5e-9)
@@ -165,7 +166,21 @@ ENGINE_WORKLOADS = {
 WORKLOADS |= ENGINE_WORKLOADS
 FACTORS |= {name: Factor(workload=name, tells_output=True) for name in ENGINE_WORKLOADS}
 FACTORS["four routers without metrics"] = Factor(routers=4, probe_interval=0.0, tells_output=True)
-ENGINES = (*ENGINE_WORKLOADS, "four routers without metrics")
+RESERVING_WORKLOADS = {
+    "answers reserved, conversation x 1.0, pool of 600 blocks": Workload(
+        conversation(1.0), replace(REFERENCE, num_blocks=600)
+    ),
+    "answers reserved, llama-3.1-8b@l4, pool of 400 blocks": Workload(
+        short_chats(1.5), replace(datasheet_profile("llama-3.1-8b@l4"), num_blocks=400)
+    ),
+    "answers reserved, a quarter of them long, pool of 2,000 blocks": Workload(
+        short_chats(22.0, 0.25), replace(SMALL_BLOCKS, num_blocks=2000)
+    ),
+    "answers reserved, best of 8, pool of 100 blocks": Workload(best_of(8, 30.0), replace(REFERENCE, num_blocks=100)),
+}
+WORKLOADS |= RESERVING_WORKLOADS
+FACTORS |= {name: Factor(workload=name, tells_output=True, reserves=True) for name in RESERVING_WORKLOADS}
+ENGINES = (*ENGINE_WORKLOADS, "four routers without metrics", *RESERVING_WORKLOADS)
 SHARED = ("conversation x 1.0", "hot documents", "decode-heavy", "agent_miniswe")
 FACTORS |= {f"{name}, four routers": Factor(workload=name, routers=4, tells_output=True) for name in SHARED}
 FACTORS["conversation x 1.0, two routers"] = Factor(routers=2, tells_output=True)

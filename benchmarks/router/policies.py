@@ -2,11 +2,11 @@
 
     python benchmarks/router/policies.py --traces DIR [--stage base|factors|ablations|engines] [--quick] [--markdown]
 
-The stage `engines` has other step costs, budgets of new tokens a step and pools; requests state the length of their
-answers there. `--quick` takes a fifth of the requests, into a file of its own. Ablations are forms of `cost`: without
-one of its parts, or with the true rates given. Cells that are in the file already are not run again, so it can be
-stopped and continued. Virtual time: figures do not depend on the machine or its load. Seeds are paired: the same
-window, arrivals and noise for every policy.
+The stage `engines` has other step costs, budgets of new tokens a step and pools, and engines that reserve whole
+answers; requests state the length of their answers there. `--quick` takes a fifth of the requests, into a file of its
+own. Ablations are forms of `cost`: without one of its parts, or with the true rates given. Cells that are in the file
+already are not run again, so it can be stopped and continued. Virtual time: figures do not depend on the machine or
+its load. Seeds are paired: the same window, arrivals and noise for every policy.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from typing import Any
 
 from cells import BASE_ROWS, FACTORS, NUM_REQUESTS, STAGES, SUM, WORKLOADS, conversation
 
+from headstart.core.sched import admission
 from headstart.router import pricing
 from headstart.router.rate_learner import RateLearner, ReplicaSlowdown
 from headstart.router.router import Router
@@ -34,13 +35,17 @@ OUT = Path(__file__).with_name("policies.json")
 QUICK_OUT = Path(__file__).with_name("policies_quick.json")
 QUICK = 5  # with --quick: a row has so many times fewer requests
 NO_EVENTS = "no token events"  # `cost` as behind an Envoy whose picker sees no answers
-POLICIES = ("cost", NO_EVENTS, "oracle", "work", "llm-d", "dynamo", "smg", "lmetric", "dualmap", "least-load")
+PREDICTED = ("llm-d predicted", "llm-d predicted streaming")  # predicted_latency.py, which needs xgboost-cpu
+POLICIES = (
+    *("cost", NO_EVENTS, "oracle", "work", "llm-d", "dynamo", "smg", "lmetric", "dualmap", "least-load"),
+    *PREDICTED,
+)
 KEYS = ("ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "tpot_p99_ms", "e2e_mean_ms", "hit_rate", "busy", "errors")
 FIGURES = ("ttft_mean_ms", "ttft_p99_ms", "tpot_p99_ms", "e2e_mean_ms")
 T95 = {2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262, 19: 2.093}  # Student's t, two-sided 95 %, by degrees of freedom
 
 ABLATIONS = ("learning off", "true rates", "no decodes")
-DECODE, STALL = pricing.DECODE, pricing.STALL
+DECODE, STALL, MAX_PREEMPTIONS = pricing.DECODE, pricing.STALL, admission.MAX_PREEMPTIONS
 TRUE_RATES = StepRates(*(1e3 * seconds for seconds in (SUM.step, SUM.stream, SUM.resident, SUM.token, SUM.pair)))
 
 
@@ -81,7 +86,8 @@ def run(row: str, policy: str, seed: int, traces: Path, count: int = NUM_REQUEST
     profile = replace(workload.profile, noise=factor.noise)
     if factor.cost is not None:
         profile = replace(profile, cost=factor.cost)
-    name = "cost" if policy in (*ABLATIONS, NO_EVENTS) else policy
+    name = "cost" if policy in (*ABLATIONS, NO_EVENTS, *PREDICTED) else policy
+    admission.MAX_PREEMPTIONS = 0 if factor.reserves else MAX_PREEMPTIONS  # 0: none may be, so answers are reserved
     options = FleetOptions(
         probe_interval=factor.probe_interval,
         relays_tokens=policy != NO_EVENTS,
@@ -96,6 +102,10 @@ def run(row: str, policy: str, seed: int, traces: Path, count: int = NUM_REQUEST
     fleet = simulation.build_fleet()
     for router in fleet.routers:
         ablate(router, policy)
+        if policy in PREDICTED:
+            from predicted_latency import PredictedLatencyPolicy
+
+            PredictedLatencyPolicy(seed, streaming=policy == PREDICTED[1]).attach(router)
     pricing.DECODE, pricing.STALL = (0.0, 0.0) if policy == "no decodes" else (DECODE, STALL)
     fleet.run(make(traces, seed, count))
     values = fleet_report(fleet).values()
@@ -154,19 +164,22 @@ def markdown(found: dict[str, Any]) -> str:
 
     A column with fewer of the row's seeds has their number in brackets.
     """
-    ends = f"cost / oracle [95 %] | {NO_EVENTS} / oracle | dominated by"
-    lines = [f"| | {' | '.join(POLICIES)} | {ends} |", "|---" * (len(POLICIES) + 4) + "|"]
+    shown = [policy for policy in POLICIES if any(name.split("|")[1] == policy for name in found)]
+    ends = f"cost / oracle [95 %] | {NO_EVENTS} / oracle | cost / best peer: TTFT, end to end | dominated by"
+    lines = [f"| | {' | '.join(shown)} | {ends} |", "|---" * (len(shown) + 5) + "|"]
     for row in FACTORS:
         seeds = paired_seeds(row, ("cost", "oracle"), found)
         if not seeds:
             continue
         columns: list[str] = []
-        for policy in POLICIES:
+        for policy in shown:
             done = [found[key(row, policy, seed)] for seed in seeds if key(row, policy, seed) in found]
             number = f" ({len(done)})" if len(done) < len(seeds) else ""
             columns.append(_figures(done) + number if done else "-")
         worse = ", ".join(dominators(row, found)) or "-"
-        ratios = f"{_over_oracle('cost', row, found)} | {_over_oracle(NO_EVENTS, row, found)}"
+        ratios = (
+            f"{_over_oracle('cost', row, found)} | {_over_oracle(NO_EVENTS, row, found)} | {_over_best(row, found)}"
+        )
         lines.append(f"| {row} ({len(seeds)}) | {' | '.join(columns)} | {ratios} | {worse} |")
     return "\n".join(lines)
 
@@ -178,6 +191,17 @@ def _over_oracle(policy: str, row: str, found: dict[str, Any]) -> str:
         return "-"
     mean, upper = bounds([found[key(row, policy, n)][name] / found[key(row, "oracle", n)][name] for n in seeds])
     return f"{mean:.3f} [{upper:.3f}]" if len(seeds) > 2 else f"{mean:.3f}"
+
+
+def _over_best(row: str, found: dict[str, Any]) -> str:
+    """Return mean TTFT and end to end / those of the best other policy in each, over the seeds that both have."""
+    ratios = dict[str, tuple[float, str]]()
+    for figure in (FIGURES[0], FIGURES[3]):
+        for policy in (one for one in POLICIES if one not in ("cost", NO_EVENTS, "oracle")):
+            if seeds := paired_seeds(row, ("cost", policy), found):
+                ours, theirs = (fmean(found[key(row, one, n)][figure] for n in seeds) for one in ("cost", policy))
+                ratios[figure] = max(ratios.get(figure, (0.0, "")), (ours / theirs, policy))
+    return ", ".join(f"{ratio:.2f} ({policy})" for ratio, policy in ratios.values()) or "-"
 
 
 def ablation_markdown(found: dict[str, Any]) -> str:
