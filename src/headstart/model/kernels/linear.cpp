@@ -129,7 +129,6 @@ void by_tiles(const Call &call, int link) {
             }
         }
     }
-    if (step.past_cache) _mm_sfence();  // the other threads see what was stored past the cache
 #pragma omp barrier
 }
 
@@ -219,5 +218,6 @@ EXPORT void headstart_chain(const Link *links, int num_links, void *const *buffe
     {
         if (many) all_by_blocks(call);
         else all_by_tiles(call);
+        if (call.step(0).past_cache) _mm_sfence();  // other threads see what was stored past the cache
     }
 }
