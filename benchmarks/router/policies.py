@@ -103,7 +103,7 @@ def run(row: str, policy: str, seed: int, traces: Path, count: int = NUM_REQUEST
     for router in fleet.routers:
         ablate(router, policy)
         if policy in PREDICTED:
-            from predicted_latency import PredictedLatencyPolicy
+            from predicted_latency import PredictedLatencyPolicy  # not at the top: no other policy needs xgboost
 
             PredictedLatencyPolicy(seed, streaming=policy == PREDICTED[1]).attach(router)
     pricing.DECODE, pricing.STALL = (0.0, 0.0) if policy == "no decodes" else (DECODE, STALL)

@@ -48,11 +48,17 @@ class State(NamedTuple):
         report, blocks = endpoint.reported, len(view.request.prompt.block_hashes(endpoint.block_size))
         waiting, usage = (0, 0.0) if report is None else (report.waiting, report.kv_usage)
         prefix = candidate.hit_blocks / blocks if blocks else 0.0
-        load = endpoint.load
         return cls(
-            float(waiting > 0), usage, tokens, waiting, load.num_requests, load.inflight_tokens,
-            prefix, (1 - prefix) * tokens, min(int(4 * prefix), 3),
-        )  # fmt: skip
+            is_queued=float(waiting > 0),
+            kv_usage=usage,
+            prompt_tokens=tokens,
+            num_waiting=waiting,
+            num_running=endpoint.load.num_requests,
+            inflight_tokens=endpoint.load.inflight_tokens,
+            prefix=prefix,
+            uncached_tokens=(1 - prefix) * tokens,
+            quarter=min(int(4 * prefix), 3),
+        )
 
 
 class Model:
@@ -160,13 +166,13 @@ def _with_prefix(kept: list[int], states: list[State], seconds: list[float] | No
 
 def _blended(parts: list[tuple[float, list[float]]]) -> list[float]:
     """Return scores of 1 to 101 hundredths: the sooner, the more. Seconds that are equal everywhere have no weight."""
-    ranges = [max(seconds) - min(seconds) for _, seconds in parts]
-    known = [(weight / size, seconds) for (weight, seconds), size in zip(parts, ranges, strict=True) if size > 1e-12]
-    whole = sum(weight for (weight, _), size in zip(parts, ranges, strict=True) if size > 1e-12)
-    late = [0.0] * len(parts[0][1])
-    for weight, seconds in known:
-        late = [sum_ + weight / whole * (one - min(seconds)) for sum_, one in zip(late, seconds, strict=True)]
-    return [(int(STEPS * (1 - one)) + 1) / STEPS for one in late]
+    late, weights = np.zeros(len(parts[0][1])), 0.0
+    for weight, seconds in parts:
+        spread = max(seconds) - min(seconds)
+        if spread > 1e-12:
+            late += weight * (np.array(seconds) - min(seconds)) / spread
+            weights += weight
+    return [(int(STEPS * (1 - one)) + 1) / STEPS for one in late / (weights or 1.0)]
 
 
 def _composite(states: list[State]) -> list[float]:

@@ -225,11 +225,13 @@ def test_rows_too_wide_for_the_cache_equal_torch(kernels: KernelLibrary, quantiz
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("outputs", [2112, 2111])  # whole lines of the cache and not
-def test_outputs_past_the_cache_are_those_within(kernels: KernelLibrary, dtype: torch.dtype, outputs: int) -> None:
+@pytest.mark.parametrize("outputs", [2112, 2111])  # whole cache lines, and not: stored as usual
+def test_outputs_of_non_temporal_stores_equal_those_in_parts(
+    kernels: KernelLibrary, dtype: torch.dtype, outputs: int
+) -> None:
     weight, x, bias = (random(*shape).to(dtype) for shape in ((outputs, 40), (2000, 40), (outputs,)))
     layer = FusedLinear(weight, bias, form=WeightForm(kernels, dtype=dtype))
-    whole = layer(x)  # more than CACHE_BYTES in kernels/sizes.h
+    whole = layer(x)  # more than NON_TEMPORAL_BYTES in kernels/sizes.h
     assert whole.nbytes > 8 << 20
     assert torch.equal(whole, torch.cat([layer(x[i : i + 250]) for i in range(0, 2000, 250)]))
 

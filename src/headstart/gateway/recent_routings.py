@@ -98,7 +98,8 @@ class RecentRoutings:
         Only earlier requests count if `asked` was added itself. None if no other request begins alike.
         `scope`, `endpoint`: consider only these.
         """
-        best: NearestRequest | None = None
+        nearest: NearestRequest | None = None
+        best = (1, False)  # characters or token ids in common, and whether the scope is the same
         for seen in takewhile(lambda one: one is not asked, self):
             if (
                 seen.tenant != asked.tenant
@@ -107,15 +108,10 @@ class RecentRoutings:
                 or endpoint not in (None, seen.endpoint)
             ):
                 continue
-            common = common_prefix_length(asked.prompt, seen.prompt)
-            is_other = seen.cache_scope != asked.cache_scope
-            if common and (
-                best is None
-                or common > best.common
-                or (common == best.common and not (is_other and best.seen.cache_scope == asked.cache_scope))
-            ):
-                best = NearestRequest(seen, common)
-        return best
+            found = (common_prefix_length(asked.prompt, seen.prompt), seen.cache_scope == asked.cache_scope)
+            if found >= best:
+                best, nearest = found, NearestRequest(seen, found[0])
+        return nearest
 
     def _forget(self, request_id: str) -> None:
         seen = self._seen.pop(request_id, None)

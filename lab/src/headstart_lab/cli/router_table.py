@@ -162,6 +162,7 @@ ROUTER = (
             "token_ms": flag(40.0, "Milliseconds between tokens.", min=1),
             "steps": flag(False, "All answers get their tokens at once, as from engine steps.", "--steps"),
             "replicas": flag(1, "Fake replicas.", min=1),
+            "prompt_bytes": flag(2048, "Bytes of each prompt, half of them one of 16 shared prefixes.", min=64),
             "policy": flag("cost", "Policy of our router."),
             "envoy": flag("", "Also measure our router with this Envoy: auto, or the path of its binary."),
             "seconds": flag(15.0, "Measured seconds per side and run.", min=0.5),

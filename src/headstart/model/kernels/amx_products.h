@@ -113,7 +113,7 @@ struct Product {
     }
     // Fetches the line that a row will be stored to. Without it, stores of many rows wait for memory one after the other.
     void want(long index, long row) const {
-        if (step.past_cache) return;
+        if (step.non_temporal) return;
         const bf16 *y = (const bf16 *)step.y;
         asm volatile("prefetchw %0" ::"m"(y[(rows.first + row) * step.stride + index * step.linear->width()]));
     }

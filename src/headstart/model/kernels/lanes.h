@@ -24,7 +24,7 @@ inline vec nearest(vec x) { return _mm512_roundscale_ps(x, 0); }
 inline vec scaled_by_power(vec x, vec n) { return _mm512_scalef_ps(x, n); }
 inline halves load(const bf16 *p) { return _mm256_loadu_si256((const __m256i *)p); }
 inline void store(bf16 *p, halves x) { _mm256_storeu_si256((__m256i *)p, x); }
-inline void stream(float *p, vec x) { _mm512_stream_ps(p, x); }  // past the cache; p is aligned
+inline void stream(float *p, vec x) { _mm512_stream_ps(p, x); }  // non-temporal; p is aligned
 inline void stream(bf16 *p, halves x) { _mm256_stream_si256((__m256i *)p, x); }
 inline vec widened(halves x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 inline halves rounded(vec x) {

@@ -73,12 +73,12 @@ struct Call {
         const Link &at = links[link];
         long offset = at.offset * operations_of(*at.linear).element_bytes;
         const char *residual = at.residual < 0 ? nullptr : (const char *)buffers[at.residual] + offset;
-        return {at.linear, buffers[at.x], residual, (char *)buffers[at.y] + offset, at.stride, past_cache(at, offset)};
+        return {at.linear, buffers[at.x], residual, (char *)buffers[at.y] + offset, at.stride, non_temporal(at, offset)};
     }
-    // Whether the outputs of a link are stored past the cache: nothing reads them before there are more than fit in there.
-    bool past_cache(const Link &at, long offset) const {
+    // Whether the outputs of a link are written by non-temporal stores: no link reads them, and they are larger than a cache.
+    bool non_temporal(const Link &at, long offset) const {
         long row_bytes = at.stride * operations_of(*at.linear).element_bytes, start = (long)buffers[at.y] + offset;
-        return num_links == 1 && at.residual < 0 && !at.heads && !at.linear->gated && count * row_bytes > CACHE_BYTES
+        return num_links == 1 && at.residual < 0 && !at.heads && !at.linear->gated && count * row_bytes > NON_TEMPORAL_BYTES
             && at.linear->out_features % TILE == 0 && (row_bytes | start) % 64 == 0;
     }
     // Returns the first tile of share `index` of a product; for index == shares, the number of tiles.
@@ -218,6 +218,6 @@ EXPORT void headstart_chain(const Link *links, int num_links, void *const *buffe
     {
         if (many) all_by_blocks(call);
         else all_by_tiles(call);
-        if (call.step(0).past_cache) _mm_sfence();  // other threads see what was stored past the cache
+        if (call.step(0).non_temporal) _mm_sfence();  // orders the non-temporal stores before other threads' reads
     }
 }

@@ -11,7 +11,7 @@ struct Step {  // a Link with addresses
     const void *x, *residual;
     void *y;
     long stride;  // of rows of y and residual
-    bool past_cache;  // whether y is stored past the cache: whole lines of more than fits there
+    bool non_temporal;  // whether y is written by non-temporal stores, in whole cache lines
 };
 
 struct PreparedRows {  // rows in the format that the weights need

@@ -13,7 +13,7 @@ constexpr long MOST_ROWS = BLOCK, MOST_EACH = ROWS_EACH;
 #endif
 constexpr long TILED_ROWS = 16;          // from here on, rows are multiplied by weights of less than 16 bits on AMX tiles
 constexpr long GROUP = 8;                // tiles that a piece of many rows is multiplied by
-constexpr long CACHE_BYTES = 8 << 20;    // outputs of more than that are stored past the cache
+constexpr long NON_TEMPORAL_BYTES = 8 << 20;  // larger outputs, which no cache holds, are written by non-temporal stores
 constexpr long PANEL_BYTES = 512 << 10;  // maximum size of rows that stay in the L2 cache
 constexpr long AHEAD_BYTES = 2048;       // how far ahead of their use weights are prefetched by NEAR_ROWS rows (tiles.h)
 constexpr long SUMS_BYTES = GROUP * MOST_ROWS * TILE * sizeof(float);  // memory of one thread for the sums

@@ -115,7 +115,7 @@ void finish(const Step &step, const float *sums, float row_scale, long tile, lon
     for (int v = 0; v < width / LANES; v++) {
         auto out = As<Element>::stored(value[v]);
         if (residual) out = As<Element>::stored(add(widened(out), widened(load(residual + v * LANES))));
-        if (step.past_cache) stream(y + v * LANES, out);
+        if (step.non_temporal) stream(y + v * LANES, out);
         else store(y + v * LANES, out);
     }
     if (left < width) memcpy(to, y, left * sizeof(Element));
