@@ -65,7 +65,7 @@ def test_a_body_that_is_no_sound_json_object_is_refused(text: bytes, code: str) 
 
 @pytest.mark.parametrize("field", ["a", "h\u00e9", "x" * 3000])
 def test_a_body_in_latin_1_is_refused_with_the_position_in_the_body(field: str) -> None:
-    """The decoder counts from the beginning of a string, and of strings in strings."""
+    """The decoder counts from the beginning of a string, and of strings in strings, or names no position."""
     for text in ('{"%s": [{"content": "', '{"%s": 1,\n "messages": [{"role": "user", "content": "Le caf'):
         body = (text % field).encode() + '\u00e9 noir"}]}'.encode("latin-1")
         at = len((text % field).encode())

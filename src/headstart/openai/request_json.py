@@ -38,10 +38,9 @@ def parse_json_object(body: bytes | bytearray | memoryview, max_numbers: int | N
         _check_numbers(body, max_numbers)
     try:
         value = parse_json(body)
-    except msgspec.DecodeError as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(_not_utf8(body, error), code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # the latter below msgspec 0.23
+        message = _not_utf8(body) or f"the body is not valid JSON: {error}"
+        raise InvalidRequestError(message, code="invalid_json") from None
     except RecursionError:
         raise _too_deep() from None
     if not isinstance(value, dict):
@@ -85,18 +84,15 @@ def _fraction(digits: str) -> float:
 _DECODER = msgspec.json.Decoder(float_hook=_fraction)
 
 
-def _not_utf8(body: bytes | bytearray | memoryview, error: UnicodeDecodeError) -> str:
-    """Return the message for a body that is not UTF-8, with the position in the body.
-
-    That of `error` counts from the beginning of the string in which the decoder failed.
-    """
+def _not_utf8(body: bytes | bytearray | memoryview) -> str | None:
+    """Return the message for a body that is not UTF-8, with the position in the body (msgspec names none)."""
     text = bytes(body)
     try:
         str(text, "utf-8")
-    except UnicodeDecodeError as found:
-        at, line = found.start, text.count(b"\n", 0, found.start) + 1
+    except UnicodeDecodeError as error:
+        at, line = error.start, text.count(b"\n", 0, error.start) + 1
         return f"the body is not valid UTF-8 at byte {at} ({text[at]:02X} in hex, line {line}); send it as UTF-8"
-    return f"the body has a string that is not valid UTF-8: {error.reason}"
+    return None
 
 
 def _check_size(body: bytes | bytearray | memoryview) -> None:
