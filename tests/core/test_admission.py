@@ -5,6 +5,7 @@ from checking import generate, make_engine, make_request
 
 from headstart.core.engine import Engine
 from headstart.core.errors import RequestTooLargeError
+from headstart.core.sched import admission
 from headstart.core.sched.admission import FIRST_GUESS
 from headstart.core.sequence import Sequence
 
@@ -67,3 +68,18 @@ def test_only_what_is_not_pinned_for_others_can_be_used() -> None:
     engine.add_request(make_request("behind it", [*range(8), *[50] * 20], 13))  # 10 blocks, 2 of them pinned
     with pytest.raises(RequestTooLargeError, match="need 9 KV blocks but the pool has 8 beside 2 pinned ones"):
         engine.add_request(make_request("stranger", [60] * 20, 17))
+
+
+def test_sequences_that_may_not_be_preempted_hold_their_common_blocks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10 blocks a prompt of 17 tokens with 8 more needs 6, of which 4 are common."""
+    monkeypatch.setattr(admission, "MAX_PREEMPTIONS", 0)
+    engine = make_engine(num_blocks=11)
+    names = ("first", "second", "third", "fourth")
+    for number, name in enumerate(names):
+        engine.add_request(make_request(name, [*range(16), 20 + number], 8))
+    for _ in range(3):
+        engine.step()
+    assert [seq.request_id for seq in running(engine)] == ["first", "second", "third"]
+    outputs = generate(engine, make_request("stranger", [60] * 17, 8))
+    assert [len(outputs[name]) for name in (*names, "stranger")] == [5, 6, 6, 8, 8]  # less those of the first steps
+    assert engine.scheduler.counters.num_preemptions == 0

@@ -39,7 +39,7 @@ class AdmissionControl:
         if not running:
             new = cache.num_new_blocks(seq, hit, len(seq.token_ids))
             return new <= cache.pool.num_scratch or new <= cache.num_available_after_hit(seq, hit, last_resort=True)
-        if is_non_preemptible(seq) and not self._fits_to_end(seq, running):
+        if is_non_preemptible(seq) and not self._fits_to_end(seq, hit, running):
             return False
         needed = self._final_blocks(seq) - len(hit.block_ids) + reserved
         return needed <= cache.pool.num_scratch or needed <= cache.num_available_after_hit(seq, hit)
@@ -91,11 +91,12 @@ class AdmissionControl:
         num_tokens = len(seq.token_ids) + 1 if self._cache.may_publish(seq) else self._longest(seq)
         return self._blocks_at(num_tokens) <= self._cache.pool.usable_capacity - self._cache.pool.num_pinned_hashes
 
-    def _fits_to_end(self, seq: Sequence, running: OrderedSequences) -> bool:
+    def _fits_to_end(self, seq: Sequence, hit: PrefixHit, running: OrderedSequences) -> bool:
         """Return whether the pool can hold it to its end beside all other non-preemptible sequences."""
         others = [other for other in running if is_non_preemptible(other)]
-        blocks = sum(self._final_blocks(other) for other in (seq, *others))
-        return not others or blocks <= self._cache.pool.usable_capacity - self._cache.pool.num_pinned_hashes
+        held = set(hit.block_ids).union(*(other.block_ids for other in others))  # blocks that they share count once
+        growth = sum(map(self.blocks_reserved_for_sequence, (seq, *others))) - len(hit.block_ids)
+        return not others or len(held) + growth <= self._cache.pool.usable_capacity - self._cache.pool.num_pinned_hashes
 
     def _final_blocks(self, seq: Sequence) -> int:
         """Return the length of its block table at its end: as expected, or the maximum if it is non-preemptible."""

@@ -238,7 +238,7 @@ class Scheduler:
             want = num_tokens - start
             n = self.transfers.max_chunk_len(seq, start, plan.chunk_len_within_budget(seq, start, want, alone=alone))
             while n and not self.cache.adopt_hit_and_extend_table(
-                seq, hit, start + n, last_resort=len(self.running) == 1
+                seq, hit, start + n, last_resort=len(self.running) == 1 or is_non_preemptible(seq)
             ):
                 if self.transfers.cancel_loads_holding_blocks():
                     continue
