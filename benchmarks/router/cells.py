@@ -170,13 +170,21 @@ RESERVING_WORKLOADS = {
     "answers reserved, conversation x 1.0, pool of 600 blocks": Workload(
         conversation(1.0), replace(REFERENCE, num_blocks=600)
     ),
-    "answers reserved, llama-3.1-8b@l4, pool of 400 blocks": Workload(
-        short_chats(1.5), replace(datasheet_profile("llama-3.1-8b@l4"), num_blocks=400)
-    ),
     "answers reserved, a quarter of them long, pool of 2,000 blocks": Workload(
         short_chats(22.0, 0.25), replace(SMALL_BLOCKS, num_blocks=2000)
     ),
-    "answers reserved, best of 8, pool of 100 blocks": Workload(best_of(8, 30.0), replace(REFERENCE, num_blocks=100)),
+    **{
+        f"answers reserved, llama-3.1-8b@l4, pool of {num} blocks": Workload(
+            short_chats(1.5), replace(datasheet_profile("llama-3.1-8b@l4"), num_blocks=num)
+        )
+        for num in (400, 300)
+    },
+    **{
+        f"answers reserved, best of 8, pool of {num} blocks": Workload(
+            best_of(8, 30.0), replace(REFERENCE, num_blocks=num)
+        )
+        for num in (100, 60)
+    },
 }
 WORKLOADS |= RESERVING_WORKLOADS
 FACTORS |= {name: Factor(workload=name, tells_output=True, reserves=True) for name in RESERVING_WORKLOADS}

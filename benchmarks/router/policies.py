@@ -22,7 +22,11 @@ from typing import Any
 
 from cells import BASE_ROWS, FACTORS, NUM_REQUESTS, STAGES, SUM, WORKLOADS, conversation
 
+from headstart.core import sequence
+from headstart.core.cache.kv_cache import NO_HIT, PrefixHit
 from headstart.core.sched import admission
+from headstart.core.sched.admission import AdmissionControl
+from headstart.core.sched.waiting_queue import OrderedSequences
 from headstart.router import pricing
 from headstart.router.rate_learner import RateLearner, ReplicaSlowdown
 from headstart.router.router import Router
@@ -46,7 +50,18 @@ T95 = {2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262, 19: 2.093}  # Student's t, two-si
 
 ABLATIONS = ("learning off", "true rates", "no decodes")
 DECODE, STALL, MAX_PREEMPTIONS = pricing.DECODE, pricing.STALL, admission.MAX_PREEMPTIONS
+CAN_ADMIT = AdmissionControl.can_admit
 TRUE_RATES = StepRates(*(1e3 * seconds for seconds in (SUM.step, SUM.stream, SUM.resident, SUM.token, SUM.pair)))
+
+
+def admit_without_credit(
+    control: AdmissionControl, seq: sequence.Sequence, hit: PrefixHit, running: OrderedSequences, reserved: int
+) -> bool:
+    """Admit a sequence when all of it fits beside what the others may yet take: its own hit does not count.
+
+    So does TensorRT-LLM's default, GUARANTEED_NO_EVICT (`getRemainingBlocksToCompletion`).
+    """
+    return CAN_ADMIT(control, seq, NO_HIT, running, reserved)
 
 
 class _Fixed(RateLearner):
@@ -88,6 +103,7 @@ def run(row: str, policy: str, seed: int, traces: Path, count: int = NUM_REQUEST
         profile = replace(profile, cost=factor.cost)
     name = "cost" if policy in (*ABLATIONS, NO_EVENTS, *PREDICTED) else policy
     admission.MAX_PREEMPTIONS = 0 if factor.reserves else MAX_PREEMPTIONS  # 0: none may be, so answers are reserved
+    AdmissionControl.can_admit = admit_without_credit if factor.reserves else CAN_ADMIT
     options = FleetOptions(
         probe_interval=factor.probe_interval,
         relays_tokens=policy != NO_EVENTS,

@@ -205,7 +205,10 @@ def test_a_full_cache_costs_the_time_until_answers_have_released_what_is_missing
     output, streams = load.learner.mean_output, load.num_streams
     answers = (streams + 1) * output  # one is pending
     missing, claimed = 13 + output + answers - 4, 60 + answers
-    assert before.wait == pytest.approx(missing * (streams + 1) * output * step / (claimed * streams), rel=0.01)
+    release = (streams + 1) * output * step / (claimed * streams)
+    assert before.wait == pytest.approx(missing * release, rel=0.01)
+    cached = cost_at_replica(replica, 13, 8, now)
+    assert before.decode - cached.decode == pytest.approx(8 * (streams + 1) * release, rel=0.01), "others wait for them"
     assert cost_at_replica(replica, 40, 0, now).wait > before.wait
     router.record_first_token(held, now + 0.1)
     router.record_finished(held, now + 0.2)

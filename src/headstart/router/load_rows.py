@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 MAX_CHANGED = 65_536  # loads that changed; more than that: replicas that were removed, so nothing is kept
 
 Prices = Callable[[int, int, int, int, int, int], None]
-"""The loop of `cost_at_each` in compiled code: the number of replicas, and the addresses of its arguments and
-results."""
+"""The loop of `cost_at_each` in compiled code: of the number of replicas, and addresses of arguments and results."""
 
 
 class PriceableLoad(Protocol):

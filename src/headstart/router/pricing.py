@@ -4,7 +4,8 @@ The parts: the backlog of pending prefills, the prefill of the tokens that are n
 which decodes make longer; and the decodes themselves, which each other stream slows down, and each prefill stops.
 A full cache makes requests wait for blocks: those of a prompt and of an answer of mean length, for this request and all
 in flight. Each stream releases its share of that after the time of such an answer. The backlog is the wait, if that is
-longer than the queue of prefills.
+longer than the queue of prefills. As many requests come in that time as are in flight (Little's law), and each waits
+for the blocks that this one takes: that is counted with the decodes.
 
 `cost_at_each` uses arrays, or compiled code (model/kernels/hashes/prices.cpp), `cost_at_replica` plain numbers, which
 is cheaper for few replicas: a test holds their results equal.
@@ -115,12 +116,12 @@ def cost_at_each(
     backlog += np.where(is_reported, foreign * mean_prefill_ms, 0.0)
     answers = (streams + pending) * output
     missing = np.where(streams > 0, np.maximum(own + output + answers - room, 0.0), 0.0)
-    claimed = np.maximum(size - room + answers, 1.0) * streams
-    wait = missing * (streams + pending) * output * step / np.maximum(claimed, 1.0)
+    release = (streams + pending) * output * step / np.maximum(np.maximum(size - room + answers, 1.0) * streams, 1.0)
+    wait, later = missing * release, np.where(missing > 0, own * (streams + pending) * release, 0.0)
     backlog = np.maximum(backlog, wait)
     more = np.maximum(np.ceil((tokens + own) / step_tokens) - steps, 0.0)
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
-    decode = _decode_ms(rates, output, decoding + pending, attended + prompts, prompt_tokens)
+    decode = _decode_ms(rates, output, decoding + pending, attended + prompts, prompt_tokens) + later
     expected = head + rates.token * np.minimum(state[0] - head_tokens, step_tokens)
     late = np.where(is_busy, 1e3 * (now - started) / (LATENESS * expected + GRACE_MS), 1.0)
     requests = decoding + pending if learner.knows_requests_in_flight else np.zeros(len(loads))
@@ -170,14 +171,14 @@ def cost_at_replica(endpoint: PriceableReplica, prompt_tokens: int, hit_tokens: 
             backlog = max(running - elapsed, 0.0) + max(queued, 0.0)
     if is_reported:
         backlog += foreign * mean_prefill_ms
-    answers, wait = (streams + pending) * output, 0.0
+    answers, wait, later = (streams + pending) * output, 0.0, 0.0
     if streams > 0 and own + output + answers > room:
-        claimed = max(size - room + answers, 1.0) * streams
-        wait = (own + output + answers - room) * (streams + pending) * output * step / claimed
+        release = (streams + pending) * output * step / (max(size - room + answers, 1.0) * streams)  # ms for a token
+        wait, later = (own + output + answers - room) * release, own * (streams + pending) * release
         backlog = max(backlog, wait)
     more = max(ceil((tokens + own) / step_tokens) - steps, 0)
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
-    decode = _decode_ms(rates, output, decoding + pending, attended + prompts, prompt_tokens)
+    decode = _decode_ms(rates, output, decoding + pending, attended + prompts, prompt_tokens) + later
     return PromptCost(
         backlog, prefill, decode, factor * pace, wait, decoding + pending if learner.knows_requests_in_flight else 0.0
     )

@@ -95,13 +95,13 @@ class ApproximateIndex:
 
     @property
     def cache_capacity_blocks(self) -> int:
-        """Estimated number of blocks of the cache."""
-        return self.estimated_capacity
+        """Number of blocks of the cache: as reported, or the most that reports have proved."""
+        return self._max_blocks
 
     @property
     def num_unreserved_blocks(self) -> float:
         """Blocks that requests in flight neither hold nor wait for; below 0: so many are waited for; inf: not known."""
-        return self.estimated_capacity - self._blocks.num_held - self._num_missing if self._is_sized else inf
+        return self._max_blocks - self._blocks.num_held - self._num_missing if self._is_sized else inf
 
     def free_discarded_entries(self, num: int) -> int:
         """Free up to `num` entries of former pools; return the number freed, 0 when nothing is left."""

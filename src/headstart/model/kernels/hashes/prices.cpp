@@ -42,8 +42,9 @@ extern "C" __attribute__((visibility("default"))) void headstart_prices(
         if (is_reported) backlog += at(11) * at(13);
         const double answers = (streams + pending) * output;
         const double missing = streams > 0 ? std::max(new_tokens + output + answers - room, 0.0) : 0.0;
-        const double claimed = std::max(size - room + answers, 1.0) * streams;
-        const double wait = missing * (streams + pending) * output * step / std::max(claimed, 1.0);
+        const double claimed = std::max(std::max(size - room + answers, 1.0) * streams, 1.0);
+        const double release = (streams + pending) * output * step / claimed, wait = missing * release;
+        const double later = missing > 0 ? new_tokens * (streams + pending) * release : 0.0;
         backlog = std::max(backlog, wait);
         const double more = std::max(std::ceil((tokens + new_tokens) / step_tokens) - steps, 0.0);
         const double others = stream * (decoding + pending) +
@@ -52,7 +53,7 @@ extern "C" __attribute__((visibility("default"))) void headstart_prices(
         const double late = is_busy ? 1e3 * (now - at(9)) / (lateness * expected + grace) : 1.0;
         out[i] = backlog;
         out[num + i] = token * new_tokens + pair * new_tokens * (prompt - new_tokens / 2) + more * step;
-        out[2 * num + i] = decode_weight * output * (others + decode_own * (decoding + pending));
+        out[2 * num + i] = decode_weight * output * (others + decode_own * (decoding + pending)) + later;
         out[3 * num + i] = std::max(late, 1.0) * pace[i];
         out[4 * num + i] = wait;
         out[5 * num + i] = numbers[15] != 0 ? decoding + pending : 0.0;
