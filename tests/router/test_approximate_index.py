@@ -177,6 +177,7 @@ def test_a_missing_block_says_how_much_the_cache_really_holds() -> None:
             serve(shadow, names(number), real)
         serve(shadow, names(95 - turn), real)
     assert 32 <= shadow.estimated_capacity <= 96
+    assert shadow.num_unreserved_blocks == 256, "as reported, whatever its hits say"
 
 
 def test_a_block_that_was_there_against_belief_makes_a_shadow_grow() -> None:
@@ -188,6 +189,7 @@ def test_a_block_that_was_there_against_belief_makes_a_shadow_grow() -> None:
     assert hold.hit == 0
     shadow.on_hit_reported(hold, 1)
     assert shadow.estimated_capacity == 18
+    assert shadow.num_unreserved_blocks == 17, "by the estimate, since none is reported"
 
 
 def test_a_prefix_it_never_heard_of_says_nothing_about_its_size() -> None:
@@ -410,10 +412,10 @@ def test_whatever_happens_a_block_is_there_only_with_all_before_it(
             full = names(first, *chain)
             contains = [shadow._blocks.pool.contains(name) for name in full]
             assert shadow.num_cached_prefix_blocks(full) == sum(1 for _ in takewhile(bool, contains)) == sum(contains)
-        assert shadow.num_unreserved_blocks <= shadow.estimated_capacity
+        assert shadow.num_unreserved_blocks <= shadow.cache_capacity_blocks
     for hold in under_way:
         shadow.record_finished(hold, hold.block_hashes)
-    assert shadow.num_unreserved_blocks == shadow.estimated_capacity, "nothing is in flight"
+    assert shadow.num_unreserved_blocks == shadow.cache_capacity_blocks, "nothing is in flight"
 
 
 def test_blocks_that_requests_in_flight_hold_or_wait_for_are_claimed() -> None:

@@ -74,7 +74,7 @@ class ApproximateIndex:
         self.first_blocks = FirstBlockTable(self)  # later that of the router, in which it has `number`
         self.number = UNLISTED
         self._max_blocks = num_blocks or MAX_UNKNOWN_BLOCKS
-        self._is_sized = num_blocks > 0  # the size was reported, or found too small: else any estimate is better
+        self._is_sized = self._is_reported = num_blocks > 0  # also once found too small: else any estimate is better
         self._step, self._reach, self._direction = MAX_STEP, REACH, 0
         self._eviction_policy = eviction_policy
         self._epoch = 0
@@ -95,13 +95,13 @@ class ApproximateIndex:
 
     @property
     def cache_capacity_blocks(self) -> int:
-        """Number of blocks of the cache: as reported, or the most that reports have proved."""
-        return self._max_blocks
+        """Number of blocks of the cache: as reported, or more if hits prove it; else an estimate."""
+        return self._max_blocks if self._is_reported else self.estimated_capacity
 
     @property
     def num_unreserved_blocks(self) -> float:
         """Blocks that requests in flight neither hold nor wait for; below 0: so many are waited for; inf: not known."""
-        return self._max_blocks - self._blocks.num_held - self._num_missing if self._is_sized else inf
+        return self.cache_capacity_blocks - self._blocks.num_held - self._num_missing if self._is_sized else inf
 
     def free_discarded_entries(self, num: int) -> int:
         """Free up to `num` entries of former pools; return the number freed, 0 when nothing is left."""
