@@ -95,7 +95,7 @@ class Chaos:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_comes_everything_ends_and_every_prefix_is_warm(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "MAX_PREEMPTIONS", seed % 4)  # those that must stay are many, not only a few
+    monkeypatch.setattr(admission, "MAX_PREEMPTIONS", seed % 4)  # many may not be preempted again
     chaos = Chaos(seed)
     for now in range(STEPS):
         chaos.act()

@@ -45,7 +45,7 @@ class PromptCost(NamedTuple, Generic[Numbers]):
 
     backlog: Numbers
     prefill: Numbers
-    decode: Numbers
+    decode: Numbers  # the delay of decodes, and that of later requests for lack of blocks
     factor: Numbers
     wait: Numbers  # for blocks, as far as the backlog is that
     requests: Numbers  # in flight there; 0 where they are not counted
@@ -116,8 +116,8 @@ def cost_at_each(
     backlog += np.where(is_reported, foreign * mean_prefill_ms, 0.0)
     answers = (streams + pending) * output
     missing = np.where(streams > 0, np.maximum(own + output + answers - room, 0.0), 0.0)
-    release = (streams + pending) * output * step / np.maximum(np.maximum(size - room + answers, 1.0) * streams, 1.0)
-    wait, later = missing * release, np.where(missing > 0, own * (streams + pending) * release, 0.0)
+    release_ms = (streams + pending) * output * step / np.maximum(np.maximum(size - room + answers, 1.0) * streams, 1.0)
+    wait, later = missing * release_ms, np.where(missing > 0, own * (streams + pending) * release_ms, 0.0)
     backlog = np.maximum(backlog, wait)
     more = np.maximum(np.ceil((tokens + own) / step_tokens) - steps, 0.0)
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
@@ -173,8 +173,8 @@ def cost_at_replica(endpoint: PriceableReplica, prompt_tokens: int, hit_tokens: 
         backlog += foreign * mean_prefill_ms
     answers, wait, later = (streams + pending) * output, 0.0, 0.0
     if streams > 0 and own + output + answers > room:
-        release = (streams + pending) * output * step / (max(size - room + answers, 1.0) * streams)  # ms for a token
-        wait, later = (own + output + answers - room) * release, own * (streams + pending) * release
+        release_ms = (streams + pending) * output * step / (max(size - room + answers, 1.0) * streams)  # for a token
+        wait, later = (own + output + answers - room) * release_ms, own * (streams + pending) * release_ms
         backlog = max(backlog, wait)
     more = max(ceil((tokens + own) / step_tokens) - steps, 0)
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step

@@ -74,7 +74,7 @@ class ApproximateIndex:
         self.first_blocks = FirstBlockTable(self)  # later that of the router, in which it has `number`
         self.number = UNLISTED
         self._max_blocks = num_blocks or MAX_UNKNOWN_BLOCKS
-        self._is_sized = self._is_reported = num_blocks > 0  # also once found too small: else any estimate is better
+        self._is_sized = self._is_reported = num_blocks > 0  # sized also once hits raise it: else any is better
         self._step, self._reach, self._direction = MAX_STEP, REACH, 0
         self._eviction_policy = eviction_policy
         self._epoch = 0

@@ -43,8 +43,8 @@ extern "C" __attribute__((visibility("default"))) void headstart_prices(
         const double answers = (streams + pending) * output;
         const double missing = streams > 0 ? std::max(new_tokens + output + answers - room, 0.0) : 0.0;
         const double claimed = std::max(std::max(size - room + answers, 1.0) * streams, 1.0);
-        const double release = (streams + pending) * output * step / claimed, wait = missing * release;
-        const double later = missing > 0 ? new_tokens * (streams + pending) * release : 0.0;
+        const double release_ms = (streams + pending) * output * step / claimed, wait = missing * release_ms;
+        const double later = missing > 0 ? new_tokens * (streams + pending) * release_ms : 0.0;
         backlog = std::max(backlog, wait);
         const double more = std::max(std::ceil((tokens + new_tokens) / step_tokens) - steps, 0.0);
         const double others = stream * (decoding + pending) +
